@@ -34,7 +34,6 @@ Modules              funcops.nn, optim, low_precision, lora, precision, checkpoi
 """
 
 from types import ModuleType as _ModuleType
-from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from funcops import checkpoint as checkpoint
 from funcops import dist as dist
@@ -69,10 +68,8 @@ from funcops.compose.step import Step as Step
 from funcops.compose.vjp import value_and_grad as value_and_grad
 from funcops.compose.vjp import vjp as vjp
 from funcops.contract.checking import checking as checking
-from funcops.contract.moved import install as _serve_old_paths
 from funcops.contract.needs import Needs as Needs
 from funcops.contract.op import Op as Op
-from funcops.contract.renamed import old_names as _old_names
 from funcops.contract.walk import Part as Part
 from funcops.contract.walk import rewrite as rewrite
 from funcops.contract.walk import walk as walk
@@ -154,7 +151,6 @@ from funcops.residuals import report as report
 from funcops.residuals import unpack as unpack
 from funcops.trees import WithExtras as WithExtras
 
-_serve_old_paths()
 __version__ = "0.2.0"
 
 _ROOMS = [
@@ -181,7 +177,3 @@ __all__ = [name for name in _PUBLIC if name == "delayed_wgrad" or not name.endsw
 
 def __dir__() -> list[str]:
     return sorted([*_PUBLIC, *_ROOMS, "__version__"])
-
-
-if not _TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = _old_names(__name__, fetch="unpack", stow="pack")

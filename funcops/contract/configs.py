@@ -11,7 +11,6 @@ import difflib
 import functools
 import math
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -19,7 +18,6 @@ import torch
 from typing_extensions import Self, dataclass_transform
 
 from funcops.backend.source import exact
-from funcops.contract.renamed import warn
 from funcops.contract.shown import html, shown
 from funcops.contract.trace_safe_cache import number_while_tracing, reading
 from funcops.errors import describe, fail, require_type
@@ -343,37 +341,12 @@ def shapes(params: Any) -> dict[str, tuple[int, ...] | None]:
     return {path: None if t is None or path in constant else tuple(t.shape) for path, t in leaves.items()}
 
 
-def with_hooks(config: type) -> type:
-    """The class of an op's configs. If `OpConfig` is not its base, this warns (`DeprecationWarning`) and puts the hooks on it; it
-    warns as well if a hook has its old name."""
-    if not issubclass(config, OpConfig):
-        name = config.__name__
-        warnings.warn(
-            f"{name}: must be a subclass of funcops.contract.op.OpConfig from version 0.4 on: write class {name}(OpConfig)",
-            DeprecationWarning,
-            4,
-        )
-        for hook, default in vars(OpConfig).items():
-            if not hook.startswith("__") and not hasattr(config, hook):
-                setattr(config, hook, default)
-        _hooked.add(config)
-    for old, new in _OLD_HOOKS.items():
-        if old in vars(config):
-            warn(config.__name__, old, new, 5)
-            setattr(config, new, vars(config)[old])
-    return config
-
-
-_OLD_HOOKS = {"apart": "shards_features", "gives_by_place": "gives_by_position", "shared_out": "sharded"}
-_hooked: set[type] = set()  # classes of configs that have the hooks without the base
-
-
 def require_config(where: str, cfg: Any, wanted: type | None = None) -> None:
     """Raise `TypeError` unless `cfg` is the config of an op; with `wanted`, unless it is of that very class."""
     if wanted is not None:
         if type(cfg) is not wanted:
             fail(where, "cfg", wanted.__name__, describe(cfg) + own_function(where, cfg), TypeError)
-    elif not isinstance(cfg, OpConfig) and type(cfg) not in _hooked:
+    elif not isinstance(cfg, OpConfig):
         fail(where, "cfg", "the config of an op (of a DecoderConfig: decoder(cfg))", describe(cfg), TypeError)
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from funcops.contract.needs import Needs
-from funcops.contract.renamed import old_names
 from funcops.errors import fail
 
 
@@ -67,14 +65,7 @@ ROOTS = ("x", "params", "y", "dy", "residuals")  # of the trees that a kept tens
 
 
 def saved(
-    shape: str,
-    *,
-    needed_by: Phase,
-    alias: str | None = None,
-    of: tuple[str, ...] = (),
-    recompute_from: tuple[str, ...] | None = None,
-    tree: bool = False,
-    blocks: bool = False,
+    shape: str, *, needed_by: Phase, alias: str | None = None, of: tuple[str, ...] = (), tree: bool = False, blocks: bool = False
 ) -> Any:
     """Declare a saved tensor, as a field of `Residuals` or `Pending`.
 
@@ -84,15 +75,10 @@ def saved(
       `"residuals.x"` and `"dy"`; None for a tensor of its own.
     - `of`: the gradients that need it (`"x"`, `"x.0"`, `"params"`, `"params.weight"`). The field is dropped if none of them is
       needed. By default it follows from `needed_by`: x for DGRAD, params for WGRAD.
-    - `recompute_from`: deprecated and ignored; removed in version 0.4.
     - `tree`: a tree of tensors, which may be the caller's own.
     - `blocks`: the backward also reads a `Packed` of blocks (`funcops.residuals.forms`), as a policy compresses it.
 
     A field with an alias, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
-    if recompute_from is not None:
-        warnings.warn(
-            "saved: recompute_from is ignored, and removed in version 0.4: leave it out", DeprecationWarning, stacklevel=2
-        )
     for path, known in ((alias, ROOTS), *((one, ("x", "params")) for one in of)):
         if path is not None and path.partition(".")[0] not in known:
             fail("saved", "alias" if path == alias else "of", f"a path below {', '.join(known)}", repr(path))
@@ -124,7 +110,3 @@ def _nested(parts: tuple[Any, ...]) -> tuple[Any, Any]:
 _PLAIN = tuple(Inputs(tuple, n) for n in range(5))
 NESTED = Inputs(_nested, 4)  # ((a, b, c), d), which a chain gives to a step that takes d behind a step whose y is (a, b, c)
 NO_GRADIENT: Any = None  # a gradient that is not needed; Any, so that results are typed as if it were
-
-
-if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_names(__name__, AGAIN="RECOMPUTE")

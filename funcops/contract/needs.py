@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from torch.compiler import is_dynamo_compiling
 
 from funcops.backend.source import exact
-from funcops.contract.renamed import old_attributes
 from funcops.contract.trace_safe_cache import remember
 from funcops.errors import describe, fail, nearest
 from funcops.trees import has, paths
@@ -17,7 +16,6 @@ from funcops.trees import has, paths
 Mask = bool | tuple[str, ...]
 
 
-@old_attributes(again="recompute", with_again="with_recompute")
 class Needs:
     """`Needs(x=True, params=True)`; each side is a bool, or the paths that need a gradient.
 

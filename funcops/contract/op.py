@@ -33,7 +33,6 @@ from funcops.contract.checking import refuse_autocast as refuse_autocast
 from funcops.contract.configs import OpConfig as OpConfig
 from funcops.contract.configs import config as config
 from funcops.contract.configs import same_width as same_width
-from funcops.contract.configs import with_hooks
 from funcops.contract.functions import ALL as ALL
 from funcops.contract.functions import NoneType as NoneType
 from funcops.contract.functions import bwd_of as bwd_of
@@ -47,7 +46,6 @@ from funcops.contract.functions import recompute_of as recompute_of
 from funcops.contract.functions import wgrad_of as wgrad_of
 from funcops.contract.functions import with_raw as with_raw
 from funcops.contract.help import PageOf, page
-from funcops.contract.renamed import old_arguments, old_attributes, old_names, warn
 from funcops.contract.schema import Field
 from funcops.contract.signatures import (
     Bwd,
@@ -71,7 +69,7 @@ from funcops.contract.signatures import (
     Y,
     Y_out,
 )
-from funcops.errors import fail
+from funcops.errors import describe, fail
 from funcops.trees import FIELDS
 
 
@@ -93,7 +91,6 @@ class Prefetch(NamedTuple):
         return ("settle",) if self.advance is None else ("advance", "settle")
 
 
-@old_attributes(cheap="recomputable", again="recompute", ahead="prefetch")
 class Op(NamedTuple):
     """An operator as data: the functions that generic code takes. `takes_key`: whether the last part of x is a random key; a
     function of the config if it depends on that (`keyed_by(cfg)`). `recomputable`: "norm" or "elementwise" if y costs little more
@@ -147,33 +144,13 @@ class Op(NamedTuple):
         """The class of its residuals under a config; see `keeps`. Raises `TypeError` for a config of another op."""
         return class_by(self.name, self.keeps, cfg)
 
-    def fields(self, cfg: Any = None) -> dict[str, Field]:
-        """The declared fields of its residuals under a config, by name; none if the op declares no class of them. `cfg` may be left
-        out until version 0.4, with a `DeprecationWarning`."""
-        if cfg is not None:
-            return getattr(self.residuals_of(cfg), "fields", {})
-        warn(self.name, "fields()", "fields(cfg)")
-        return getattr(classes_of(self.keeps)[0], "fields", {})
+    def fields(self, cfg: Any) -> dict[str, Field]:
+        """The declared fields of its residuals under a config, by name; none if the op declares no class of them."""
+        return getattr(self.residuals_of(cfg), "fields", {})
 
     def keyed_by(self, cfg: Any) -> bool:
         """Whether the last part of x is a random key under a config."""
         return self.takes_key(cfg) if callable(self.takes_key) else self.takes_key
-
-    @property
-    def residuals(self) -> Any:
-        """The class of its residuals. If that depends on the config, this warns (`DeprecationWarning`): use `residuals_of(cfg)`."""
-        if type(self.keeps) is ByConfig:
-            warn(self.name, "residuals", "residuals_of(cfg)")
-        return classes_of(self.keeps)[0]
-
-    @property
-    def keyed(self) -> bool:
-        """Whether the last part of x is a random key. If that depends on the config, this warns (`DeprecationWarning`) and returns
-        False: use `keyed_by(cfg)`."""
-        if not callable(self.takes_key):
-            return self.takes_key
-        warn(self.name, "keyed", "keyed_by(cfg)")
-        return False
 
     def __repr__(self) -> str:
         return self.name
@@ -214,7 +191,6 @@ if TYPE_CHECKING:
         def fwd(self) -> Forward[P, X, C, Y, R]: ...  # type: ignore[override]
 
 
-@old_arguments(cheap="recomputable", again="recompute", ahead="prefetch")
 def make_op(
     name: str,
     config: type,
@@ -244,6 +220,9 @@ def make_op(
 
     Raises `ValueError` for another `recomputable`, for one of these two without the other, for a `wgrad` without `init`, and for a
     path in a declaration that leads to no leaf; `TypeError` for a function without the decorator that it needs."""
+    if not isinstance(config, type) or not issubclass(config, OpConfig):
+        got = config.__name__ if isinstance(config, type) else describe(config)
+        fail(f"make_op {name!r}", "config", "a subclass of OpConfig, whose methods are the defaults", got, TypeError)
     if recomputable not in ("", "elementwise", "norm"):
         fail(f"make_op {name!r}", "recomputable", '"elementwise", "norm" or ""', repr(recomputable))
     if bool(recomputable) != (recompute is not None):
@@ -252,7 +231,7 @@ def make_op(
         fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
     _check_decorated(name, fwd, dgrad, wgrad, bwd, recompute)
     name, written = exact(name), bwd
-    config, init = with_hooks(config), init or no_init(name, config)
+    init = init or no_init(name, config)
     if wgrad is None:
         dgrad.alone = True  # it computes only dx: if that is not needed, nothing
         wgrad, bwd = no_wgrad(name, config), bwd or dgrad_as_bwd(name, dgrad)
@@ -336,7 +315,3 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
         changes.setdefault("products", _products(changes["wgrad"], None))
     dropped = dict.fromkeys(("recompute", "lower", "prefetch", "layer", "pausing"))
     return op._replace(**{"fwd": fwd, **dropped, **changes})
-
-
-if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_names(__name__, Ahead="Prefetch", again_of="recompute_of")

@@ -41,7 +41,6 @@ from funcops.contract.marks import (
     versions,
 )
 from funcops.contract.needs import Needs
-from funcops.contract.renamed import old_names
 from funcops.contract.trace_safe_cache import equal, remember
 from funcops.errors import DonatedError, describe, differing_parts, fail, stale
 from funcops.trees import paths, register, register_node, show, static, tensors
@@ -483,7 +482,3 @@ def _check_whole(where: str, node: Any, phase: Phase) -> None:
             outer = "chain.wgrad on its whole pending" if node.kind == "pending" else "chain.bwd on its whole residuals"
             remedy = f"run {outer}, or make the chain with recompute=False, so that each part has all that it reads"
             fail(where, f"{node.kind}.{name}", "a tensor", f"None, as the chain of this step recomputes it: {remedy}")
-
-
-if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_names(__name__, AGAIN="RECOMPUTE")

@@ -16,12 +16,8 @@ Models        parallel
 Sharding      Spec, specs_of, fsdp_specs; shard, unshard, init, init_tree, sum_gradients
 """
 
-import sys as _sys
 from types import ModuleType as _ModuleType
-from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from funcops.contract.moved import Face as _Face
-from funcops.contract.renamed import old_names as _old_names
 from funcops.distributed.async_collectives import InFlight as InFlight
 from funcops.distributed.async_collectives import all_to_all_start as all_to_all_start
 from funcops.distributed.async_collectives import finish as finish
@@ -92,8 +88,3 @@ from funcops.distributed.zigzag import zigzag as zigzag
 from funcops.distributed.zigzag import zigzag_positions as zigzag_positions
 
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
-
-if not _TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = _old_names(__name__, everywhere="all_ranks", raise_everywhere="raise_on_all_ranks")
-
-_sys.modules[__name__].__class__ = _Face  # `parallel` stays the function, whoever imports that old path

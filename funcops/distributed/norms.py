@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcops.contract.renamed import old_names
 from funcops.distributed import comm
 from funcops.distributed.buckets import float_leaves
 from funcops.distributed.checks import check_tensor
@@ -165,7 +164,3 @@ def raise_on_all_ranks(fault: str | None, mesh: Mesh) -> None:
     said = known_to_all("" if not fault else f"rank {mesh.rank}: {fault}", mesh)
     if said:
         raise RuntimeError(f"raise_on_all_ranks: no rank must have a fault, got {said}")
-
-
-if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_names(__name__, everywhere="all_ranks", raise_everywhere="raise_on_all_ranks")

@@ -11,9 +11,6 @@ An adapted linear at path p has its own params at p.both.base and a, b at p.both
 `load_adapter`. Source: LoRA, arXiv 2106.09685.
 """
 
-from typing import TYPE_CHECKING
-
-from funcops.contract.renamed import old_names as _old_names
 from funcops.lora.files import load_adapter, save_adapter
 from funcops.lora.from_folder import with_adapter_of
 from funcops.lora.params import adapter, lora_init, lora_needs, merge, unmerge, with_adapter
@@ -24,7 +21,3 @@ from funcops.ops.low_rank import LowRankConfig, LowRankParams, low_rank
 __all__ = ["LowRankConfig", "LowRankParams", "ParameterOf", "RowsOf"]
 __all__ += ["adapter", "load_adapter", "lora_init", "lora_needs", "low_rank"]
 __all__ += ["merge", "save_adapter", "unmerge", "with_adapter", "with_adapter_of", "with_lora"]
-
-
-if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = _old_names(__name__, low_rank_dropout="low_rank")

@@ -16,8 +16,6 @@ path that the caller keeps; its amaxes come back with the gradients. In parts:
     state = recipe_update(state, amaxes, recipe)                      # the first: recipe_init(cfg, params, amaxes=amaxes)
 """
 
-from typing import TYPE_CHECKING, Any
-
 from funcops.formats import NF4, Format, NF4Tensor, QTensor, QWeight, dense, quantize_tensor
 from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
 from funcops.formats.scaled import Scaled
@@ -28,18 +26,9 @@ from funcops.low_precision.rewrite import with_recipe
 from funcops.low_precision.step import begin_step, end_step
 from funcops.low_precision.total import AddedErrors, ModelErrors, WideLayers
 from funcops.low_precision.weight_only import quantize_weight, quantize_weights, weight_only, with_weight_only
-from funcops.ops import qlinear as _qlinear
 
 __all__ = ["MXFP8", "NF4", "NVFP4", "AddedErrors", "Format", "Fp8Block", "Fp8Current", "Fp8Delayed", "LinearErrors", "ModelErrors"]
 __all__ += ["NF4Tensor", "Operand", "QTensor", "QWeight", "QuantizationReport", "Recipe", "ScaleState", "Scaled"]
 __all__ += ["begin_step", "dense", "end_step", "gradients_like", "quantization_report", "quantize_params"]
 __all__ += ["quantize_tensor", "quantize_weight", "quantize_weights", "recipe_init", "recipe_update"]
 __all__ += ["split_amaxes", "weight_only", "with_keys", "with_recipe", "with_weight_only", "WideLayers"]
-
-
-if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-
-    def __getattr__(name: str) -> Any:
-        if name != "op_of":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return _qlinear.op_of

@@ -2,10 +2,7 @@
 and `to_hf` read and write Hugging Face's checkpoints; `peft_names` gives PEFT's names of a decoder's linears; `pack` puts documents
 into one row. `moe` makes the chain of a mixture of experts alone, `plain_experts` the chain of its experts as separate steps."""
 
-import sys as _sys
-
 from funcops.compose.expert_steps import plain_experts
-from funcops.contract.moved import Face as _Face
 from funcops.models.cache import Cache, KVCache, cache_init, roll_back
 from funcops.models.decode import decode, generate
 from funcops.models.decoder import decoder, decoder_x
@@ -21,5 +18,3 @@ __all__ = ["Cache", "DecoderConfig", "KVCache", "LatentConfig", "LinearAttention
 __all__ += ["PackedDocuments", "SamplingConfig"]
 __all__ += ["cache_init", "decode", "decoder", "decoder_x", "from_hf", "generate", "layer_paths"]
 __all__ += ["moe", "open_hf", "pack", "peft_names", "plain_experts", "roles", "roll_back", "sample", "to_hf"]
-
-_sys.modules[__name__].__class__ = _Face  # `roles` stays the function, whoever imports that old path

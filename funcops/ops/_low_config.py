@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import field
 from typing import Any, ClassVar
 
 from funcops.contract.configs import OpConfig, fields_of
 from funcops.contract.op import Op, config
-from funcops.contract.renamed import old_names
 from funcops.formats.recipes import LOW_FORMS, Recipe
 
 
@@ -35,8 +33,3 @@ class LowConfig(OpConfig):
 def low_form(plain: Op, low: Op) -> None:
     """Note the op of a layer in low precision, whose config has the fields of the plain layer's config, and a recipe."""
     LOW_FORMS[plain.config] = lambda cfg, recipe: (plain, low, low.config(**fields_of(cfg), recipe=recipe))
-
-
-def old_of_input(module: str, name: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module whose op `name` was two ops once: the other one was for recipes with keep="input"."""
-    return old_names(module, **{"_".join([name, f"of_input{part}"]): f"{name}{part}" for part in ("", "_fwd", "_dgrad", "_bwd")})

@@ -31,7 +31,7 @@ tensor([1., 3.])
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ from funcops.formats.scaled import Scaled
 from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
 from funcops.kernels.routing import of_rows
 from funcops.ops import _quantized_groups as coded
-from funcops.ops._low_config import LowConfig, old_of_input
+from funcops.ops._low_config import LowConfig
 from funcops.ops._quantized_groups import Groups
 from funcops.ops.coded_linear import add_all_but_dw, check_params, check_rounding, low_gradients, needs_low, rounding_of
 from funcops.ops.grouped_linear import (
@@ -328,7 +328,3 @@ def _low(cfg: GroupedLinearConfig, recipe: Recipe) -> tuple[Op, Op, GroupedQLine
 
 
 LOW_FORMS[GroupedLinearConfig] = _low
-
-
-if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_of_input(__name__, "grouped_qlinear")

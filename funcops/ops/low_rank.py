@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from funcops.contract.by_config import ByConfig
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.renamed import old_names
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.errors import check, check_rows, describe, fail, require, require_count, require_number
 from funcops.kernels import linear as products
@@ -294,9 +293,3 @@ def _beside(cfg: Any, rank: int, scale: float, dropout: float) -> tuple[Op, LowR
 
 
 ADAPTERS |= dict.fromkeys((LinearConfig, QLinearConfig), Adapter(_beside))
-
-
-if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_names(
-        __name__, low_rank_dropout="low_rank", low_rank_dropout_fwd="low_rank_fwd", low_rank_dropout_dgrad="low_rank_dgrad"
-    )

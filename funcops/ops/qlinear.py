@@ -31,18 +31,17 @@ tensor([4., 4.])
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcops.contract.op import Op, config
-from funcops.contract.renamed import warn
+from funcops.contract.op import config
 from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import require
-from funcops.formats.recipes import Recipe, require_recipe
+from funcops.formats.recipes import require_recipe
 from funcops.ops._layer_op import layer_op
-from funcops.ops._low_config import LowConfig, low_form, old_of_input
+from funcops.ops._low_config import LowConfig, low_form
 from funcops.ops.coded_linear import CodedLinear
 from funcops.ops.linear import LinearConfig, linear
 
@@ -113,14 +112,4 @@ qlinear, qlinear_init, qlinear_fwd, qlinear_bwd, qlinear_dgrad, qlinear_wgrad = 
 )
 
 
-def op_of(recipe: Recipe) -> Op:
-    """Deprecated: return `qlinear`, which is the op of every recipe."""
-    warn("funcops.low_precision", "op_of(recipe)", "funcops.qlinear, the op of every recipe")
-    return qlinear
-
-
 low_form(linear, qlinear)
-
-
-if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_of_input(__name__, "qlinear")

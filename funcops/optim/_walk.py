@@ -23,7 +23,7 @@ Walk = Callable[[Any], list[Any]]
 _known: dict[Any, list[Walk]] = {}
 
 
-class Unlike(Exception):
+class _Unlike(Exception):
     """A node of another kind than the code was made for."""
 
 
@@ -37,7 +37,7 @@ def rows_of(*trees: Any) -> list[list[Any]] | None:
     for walk in _walks(root, first):
         try:
             found = [walk(tree) for tree in trees]
-        except (Unlike, KeyError):
+        except (_Unlike, KeyError):
             continue
         if only_leaves(found):
             return found
@@ -68,11 +68,11 @@ def _walks(root: Any, tree: Any) -> Iterator[Walk]:
 
 
 def _none(tree: Any) -> list[Any]:
-    raise Unlike
+    raise _Unlike
 
 
 def _made(tree: Any) -> Walk | None:
-    lines, found, names = list[str](), list[str](), {"Unlike": Unlike}
+    lines, found, names = list[str](), list[str](), {"_Unlike": _Unlike}
     count = itertools.count()
 
     def visit(node: Any, expression: str) -> bool:
@@ -86,13 +86,13 @@ def _made(tree: Any) -> Walk | None:
         lines.append(f"    {here} = {expression}")
         test = f"type({here}) is not T{here}"
         if kind is dict and all(type(key) is str for key in node):
-            lines.append(f"    if {test} or len({here}) != {len(node)}: raise Unlike")
+            lines.append(f"    if {test} or len({here}) != {len(node)}: raise _Unlike")
             return all([visit(node[key], f"{here}[{key!r}]") for key in sorted(node)])
         if kind in (list, tuple):
-            lines.append(f"    if {test} or len({here}) != {len(node)}: raise Unlike")
+            lines.append(f"    if {test} or len({here}) != {len(node)}: raise _Unlike")
             return all([visit(child, f"{here}[{i}]") for i, child in enumerate(node)])
         if kind in FIELDS and not FIELDS[kind][1]:  # static fields would have to be compared
-            lines.append(f"    if {test}: raise Unlike")
+            lines.append(f"    if {test}: raise _Unlike")
             return all([visit(getattr(node, name), f"{here}.{name}") for name in FIELDS[kind][0]])
         return False
 

@@ -15,7 +15,6 @@ import torch
 
 from funcops.contract.checking import when_switched
 from funcops.contract.needs import Needs
-from funcops.contract.renamed import old_fields
 from funcops.errors import describe, fail, require_callable, require_flag, require_type
 from funcops.program.lower import Call, Lowered
 
@@ -53,7 +52,6 @@ class Saving(NamedTuple):
         return " and ".join(parts) or "nothing"
 
 
-@old_fields(everywhere="on_cpu", again="recompute")
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """`match(window)` returns how many of the window's calls the rule covers (for siblings, of each branch); or a text that says

@@ -14,7 +14,6 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from funcops.contract.renamed import warn
 from funcops.errors import describe, fail, require_flag, require_type
 from funcops.residuals.codec import codec
 
@@ -139,9 +138,6 @@ class Policy:
                 fail("Policy", "rules", "pairs of a glob and an action", describe(rule), TypeError)
             require_type("Policy", f"rules at {rule[0]!r}", rule[1], Save, Recompute, Offload, Compress, Drop)
         object.__setattr__(self, "rules", rules)
-        if self.outputs == "cheap":
-            warn("Policy", "outputs='cheap'", "outputs='recomputable'", 4)  # through the class's own __init__
-            object.__setattr__(self, "outputs", "recomputable")
         require_flag("Policy", optional=self.optional)
         for name, among in (("outputs", ("recomputable", "norms", "none")), ("blocks", ("residuals", "inputs", "offloaded"))):
             value = getattr(self, name)

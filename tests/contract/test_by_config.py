@@ -3,22 +3,18 @@
 import functools
 import itertools
 import pickle
-import re
 from typing import NamedTuple
 
 import pytest
 import torch
 
 import funcops
-from funcops import GroupedQLinearConfig, Op, QLinearConfig, dist, donate, dropout, lora, low_precision, qlinear, random, remat
+from funcops import GroupedQLinearConfig, Op, QLinearConfig, dist, donate, lora, low_precision, qlinear, random, remat
 from funcops.contract.by_config import ByConfig, class_by
 from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op
 from funcops.contract.schema import DGRAD, Residuals, saved
 from funcops.distributed import Mesh
-from funcops.distributed.ops import column_qlinear, row_qlinear
-from funcops.formats.recipes import Fp8Block, Fp8Current
-from funcops.ops import grouped_qlinear, low_rank
-from funcops.ops import qlinear as flat_qlinear
+from funcops.formats.recipes import Fp8Current
 from funcops.trees import paths
 
 AXIS = Mesh.abstract({"tp": 1}, 0)["tp"]
@@ -138,7 +134,7 @@ def test_a_config_of_another_op_is_refused(kind):
 @pytest.mark.parametrize(("kind", "name"), EACH)
 def test_remat_keeps_one_class_and_the_key(kind, name):
     op, cfg = remat(kind.op), kind.cfgs[name]
-    assert op.residuals_of(cfg) is op.residuals and set(op.fields(cfg)) == {"params", "x"}
+    assert op.residuals_of(cfg) is op.keeps and set(op.fields(cfg)) == {"params", "x"}
     assert op.keyed_by(cfg) == kind.op.keyed_by(cfg) == (name == "dropped")
 
 
@@ -181,42 +177,3 @@ def test_a_choice_must_be_one_of_the_declared_classes():
     wrong = ByConfig(HalvedConfig, lambda cfg: None, (Squared, Doubled))
     with pytest.raises(ValueError, match=r"^halved: choose\(cfg\) must be one of Squared, Doubled, got None"):
         class_by("halved", wrong, HalvedConfig(keep=True))
-
-
-# old names
-
-
-def test_what_needs_a_config_warns_without_one():
-    cfg = QLinearConfig(8, 8, Fp8Block())
-    with pytest.warns(DeprecationWarning, match=r"^qlinear: fields\(\) is now fields\(cfg\); .* 0.4$"):
-        assert qlinear.fields() == qlinear.fields(cfg)
-    with pytest.warns(DeprecationWarning, match=r"^qlinear: residuals is now residuals_of\(cfg\); .* 0.4$"):
-        assert qlinear.residuals is qlinear.residuals_of(cfg)
-    with pytest.warns(DeprecationWarning, match=r"^low_rank: keyed is now keyed_by\(cfg\); .* 0.4$"):
-        assert lora.low_rank.keyed is False
-    assert dropout.keyed and not qlinear.keyed and dropout.residuals is dropout.residuals_of(funcops.DropoutConfig(0.5))
-
-
-TWINS = {
-    flat_qlinear: ("qlinear", "qlinear_of_input", ("", "_fwd", "_dgrad", "_bwd")),
-    grouped_qlinear: ("grouped_qlinear", "grouped_qlinear_of_input", ("", "_fwd", "_dgrad", "_bwd")),
-    column_qlinear: ("column_qlinear", "column_qlinear_of_input", ("", "_fwd", "_dgrad", "_bwd")),
-    row_qlinear: ("row_qlinear", "row_qlinear_of_input", ("", "_fwd", "_dgrad", "_bwd")),
-    low_rank: ("low_rank", "low_rank_dropout", ("", "_fwd", "_dgrad")),
-    lora: ("low_rank", "low_rank_dropout", ("",)),
-}
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"), [(module, old + half, new + half) for module, (new, old, halves) in TWINS.items() for half in halves]
-)
-def test_an_op_of_its_own_for_some_configs_is_now_the_one_op(module, old, new):
-    with pytest.warns(DeprecationWarning, match=rf"^{re.escape(module.__name__)}: {old} is now {new}; .* 0.4$"):
-        assert getattr(module, old) is getattr(module, new)
-
-
-def test_the_op_of_a_recipe_is_qlinear():
-    with pytest.warns(DeprecationWarning, match=r"op_of\(recipe\) is now funcops.qlinear.* version 0.4$"):
-        assert low_precision.op_of(Fp8Block(keep="input")) is qlinear
-    with pytest.raises(AttributeError, match="no attribute 'no_such'"):
-        low_precision.no_such  # noqa: B018

@@ -135,13 +135,13 @@ def test_a_donated_tensor_raises_in_the_same_words():
 
 
 def test_without_an_open_block_nothing_is_swapped():
-    keep, count, asked = rms_norm.residuals.keep, len(changes), functions.any_autocast
+    keep, count, asked = rms_norm.keeps.keep, len(changes), functions.any_autocast
     assert asked is torch._C._is_any_autocast_enabled
     with checking(), checking():
-        assert rms_norm.residuals.keep is not keep and len(changes) == count + 1 and functions.any_autocast is not asked
+        assert rms_norm.keeps.keep is not keep and len(changes) == count + 1 and functions.any_autocast is not asked
         made = softplus()
         assert type(made.fwd(None, torch.ones(2), TorchConfig())[1]._marks[0]) is Sampled
-    assert rms_norm.residuals.keep is keep and len(changes) == count and functions.any_autocast is asked
+    assert rms_norm.keeps.keep is keep and len(changes) == count and functions.any_autocast is asked
     assert type(made.fwd(None, torch.ones(2), TorchConfig())[1]._marks[0]) is int
     assert schema.Saved.__slots__ == ("_noted",)
 

@@ -14,7 +14,6 @@ from funcops import (
     ChainConfig,
     DropoutConfig,
     ForkConfig,
-    IdentityConfig,
     LinearConfig,
     RepeatConfig,
     ScaleConfig,
@@ -27,7 +26,6 @@ from funcops import (
     dist,
     dropout,
     fork,
-    identity,
     random,
     repeat,
     rewrite,
@@ -144,30 +142,15 @@ def made_of(config_class):
     return make_op("times", config_class, fwd=fwd, dgrad=dgrad)
 
 
-def test_a_config_without_the_base_works_and_warns():
+def test_a_config_without_the_base_is_refused():
     @config
     class TimesConfig:
         by: float = field(kw_only=False)
         widths = same_width
 
-    with pytest.warns(
-        DeprecationWarning, match=r"^TimesConfig: must be a subclass of funcops.contract.op.OpConfig from version 0.4 on"
-    ):
-        times = made_of(TimesConfig)
-    cfg = ChainConfig(steps=(Step("a", times, TimesConfig(2.0)), Step("b", identity, IdentityConfig())))
-    y, residuals = chain.fwd(chain.init(cfg), torch.ones(3), cfg)
-    assert y.tolist() == [2.0] * 3 and chain.bwd(residuals, torch.ones(3), cfg)[1].tolist() == [2.0] * 3
-    assert [part.path for part in walk(cfg)] == ["", "a", "b"]
-    assert rewrite(TimesConfig(1.0), lambda part: None, op=times) == (times, TimesConfig(1.0))
-
-
-def test_a_config_with_the_base_does_not_warn(recwarn):
-    @config
-    class BaseConfig(OpConfig):
-        by: float = field(kw_only=False)
-
-    made_of(BaseConfig)
-    assert not recwarn.list and BaseConfig(3.0).widths(4) == (None, None)
+    for wrong in (TimesConfig, TimesConfig(2.0)):
+        with pytest.raises(TypeError, match=r"^make_op 'times': config must be a subclass of OpConfig, .*, got TimesConfig"):
+            make_op("times", wrong, fwd=lambda params, x, cfg: None, dgrad=lambda residuals, dy, cfg: None)
 
 
 @pytest.mark.parametrize("hook", [name for name in vars(OpConfig) if not name.startswith("__")])

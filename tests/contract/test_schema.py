@@ -301,12 +301,6 @@ def test_a_field_that_is_declared_as_a_tree_is_guarded_as_one():
     assert [(cls.__name__, name) for cls, name in trees if not cls.fields[name].tree] == []
 
 
-def test_a_deprecated_argument_is_ignored_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="^saved: recompute_from is ignored, and removed in version 0.4: leave it out$"):
-        old = saved("[*, 1]", needed_by=DGRAD, recompute_from=("x",))
-    assert old.metadata["saved"] == saved("[*, 1]", needed_by=DGRAD).metadata["saved"]
-
-
 def test_a_tree_that_got_another_tensor_is_stale():
     class PartsResiduals(Residuals):
         parts: dict = saved("{*}", needed_by=DGRAD, tree=True)

@@ -261,7 +261,7 @@ def public() -> list[str]:
     for room in ROOMS:
         module = importlib.import_module(f"funcops.{room}")
         own = not hasattr(module, "__path__") or room == "low_precision"  # whose formats and recipes are configs of other rooms
-        home = module.__name__ if own and room not in ("nn", "graphs") else "funcops."
+        home = module.__name__ if own and room not in ("nn", "graphs", "dist") else "funcops."
         names = [n for n, value in vars(module).items() if n[0] != "_" and str(getattr(value, "__module__", "")).startswith(home)]
         found += [
             f"{room}.{n}" for n in names if is_called(getattr(module, n)) and getattr(funcops, n, None) is not getattr(module, n)

@@ -182,7 +182,7 @@ def test_remat_draws_the_same_bits_and_steps_fold_their_names():
     again, frugal = remat(dropout).fwd(None, (x, key), cfg)
     assert torch.equal(y, again)
     assert same(dropout.bwd(kept, dy, cfg), remat(dropout).bwd(frugal, dy, cfg))
-    assert remat(dropout).keyed
+    assert remat(dropout).keyed_by(cfg)
 
 
 def test_rules_by_path():

@@ -32,7 +32,7 @@ ranks before the update (`funcops.dist.amaxes_over`).
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ from funcops.distributed.ops._qlinear import (
 from funcops.distributed.ops.column_linear import ColumnLayer, ColumnLinearConfig, column_linear
 from funcops.formats import QTensor, check_quantized
 from funcops.ops._layer_op import layer_op
-from funcops.ops._low_config import low_form, old_of_input
+from funcops.ops._low_config import low_form
 from funcops.ops._low_operands import factors_of_dw, kept_side, operands, quantized
 from funcops.ops.qlinear import QLinearOfInputResiduals, QLinearResiduals
 
@@ -145,7 +145,3 @@ column_qlinear, column_qlinear_init, column_qlinear_fwd, column_qlinear_bwd, col
     bwd="The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`.",
 )
 low_form(column_linear, column_qlinear)
-
-
-if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_of_input(__name__, "column_qlinear")

@@ -31,7 +31,7 @@ amaxes: see `row_linear`, `column_qlinear`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -54,7 +54,7 @@ from funcops.distributed.ops._qlinear import (
 from funcops.distributed.ops.row_linear import RowLinearConfig, row_linear
 from funcops.formats import QTensor, turned
 from funcops.ops._layer_op import layer_op
-from funcops.ops._low_config import low_form, old_of_input
+from funcops.ops._low_config import low_form
 from funcops.ops._low_operands import of_gradient, quantized
 from funcops.ops.qlinear import QLinearOfInputResiduals, QLinearPending, QLinearResiduals
 
@@ -133,7 +133,3 @@ row_qlinear, row_qlinear_init, row_qlinear_fwd, row_qlinear_bwd, row_qlinear_dgr
     too, with this rank's amaxes.""",
 )
 low_form(row_linear, row_qlinear)
-
-
-if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_of_input(__name__, "row_qlinear")
