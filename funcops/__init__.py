@@ -58,8 +58,11 @@ from funcops.adapters.profiler import profile as profile
 from funcops.backend import backend as backend
 from funcops.backend.scopes import named_scope as named_scope
 from funcops.backend.scopes import named_steps as named_steps
+from funcops.compose.add import *
 from funcops.compose.batch import batch_wgrads as batch_wgrads
 from funcops.compose.chain import *
+from funcops.compose.fork import *
+from funcops.compose.identity import *
 from funcops.compose.interleave import *
 from funcops.compose.parallel import *
 from funcops.compose.repeat import *
@@ -88,7 +91,6 @@ from funcops.memory.fit import fit as fit
 from funcops.memory.policy import with_policy as with_policy
 from funcops.memory.remat import remat as remat
 from funcops.ops.activation import *
-from funcops.ops.add import *
 from funcops.ops.attention import *
 from funcops.ops.bias import *
 from funcops.ops.bmm import *
@@ -98,13 +100,11 @@ from funcops.ops.cross_entropy import *
 from funcops.ops.dropout import *
 from funcops.ops.embedding import *
 from funcops.ops.experts import *
-from funcops.ops.fork import *
 from funcops.ops.gated_delta_rule import *
 from funcops.ops.glu import *
 from funcops.ops.group_norm import *
 from funcops.ops.grouped_linear import *
 from funcops.ops.grouped_qlinear import *
-from funcops.ops.identity import *
 from funcops.ops.l2_norm import *
 from funcops.ops.latent_split import *
 from funcops.ops.layer_norm import *

@@ -12,16 +12,16 @@ LAYERS = (
     "backend",
     "trees",
     "random",
-    "kernels",
     "contract",
-    "formats",
     "residuals",
-    "ops",
     "program",
     "compose",
+    "kernels",
+    "formats",
+    "ops",
+    "fused",
     "memory",
     "low_precision",
-    "fused",
     "optim",
     "precision",
     "checkpoint",
@@ -36,6 +36,7 @@ LAYERS = (
     "testing",
 )
 ANYWHERE = ("testing",)
+SUMS = ("funcops.compose.add", "funcops.compose.fork")  # the ops to which a skip is lowered, which a program takes apart
 
 
 def imports(path):
@@ -55,6 +56,8 @@ def wrong(package):
             continue
         for target in imports(path):
             top = target.split(".")
+            if name == "program" and target.startswith(SUMS):
+                continue
             if top[0] == "funcops" and len(top) > 1 and top[1] in LAYERS and LAYERS.index(top[1]) > LAYERS.index(name):
                 yield f"{name} imports {target}"
             if top[0] == "triton" and name not in ("kernels", "backend"):
@@ -96,10 +99,10 @@ def test_one_file_reads_versions():
 
 def test_a_violation_is_caught(tmp_path):
     (tmp_path / "ops").mkdir()
-    (tmp_path / "ops" / "bad.py").write_text("from funcops.compose.chain import chain\nimport optree\nimport triton\n")
+    (tmp_path / "ops" / "bad.py").write_text("from funcops.memory.fit import fit\nimport optree\nimport triton\n")
     (tmp_path / "errors.py").write_text("import os\nfrom funcops import trees\nos.environ['X']\n")
     found = list(wrong(tmp_path))
-    assert "ops imports funcops.compose.chain" in found and "ops imports optree" in found and "ops imports triton" in found
+    assert "ops imports funcops.memory.fit" in found and "ops imports optree" in found and "ops imports triton" in found
     assert "errors imports funcops.trees" in found and "errors.py reads os.environ" in found
 
 

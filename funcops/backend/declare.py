@@ -1,8 +1,8 @@
 """`@kernel`: one declaration gives a kernel its schema, its torch implementation, its Triton implementation and its fake.
 
 The decorated body is the torch implementation: obvious before fast, the default on CPU and always the reference. Its
-annotations are the schema. `@name.triton` adds the Triton implementation, in the file of the same name under
-`funcops/kernels/triton`, which is imported on first use; `@name.fake` gives the shapes of the results, from the arguments that it
+annotations are the schema. `@name.triton` adds the Triton implementation, in the file of the same name in a package of
+`FAMILIES`, which is imported on first use; `@name.fake` gives the shapes of the results, from the arguments that it
 names (without a fake, the torch body runs on fake tensors). `@name.plain` is the formula beside a body that is fast but not
 obvious: it is there to be read, and the tests compare the body with it.
 
@@ -35,6 +35,7 @@ from funcops.errors import fail, require
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: torch.cuda.current_device())
 Implementation = Callable[..., Any]
 KERNELS: weakref.WeakSet[Any] = weakref.WeakSet()  # all that are declared
+FAMILIES: list[str] = []  # packages of Triton implementations, in files with the names of those that declare the kernels
 operators = torch.library.Library("funcops", "FRAGMENT")
 _defining = threading.Lock()  # an operator is defined once, by whichever thread needs it first
 
@@ -181,11 +182,11 @@ class Kernel:
 
     def find_triton(self) -> bool:
         """Import the file of the Triton implementation, once, and return whether one exists."""
-        if self.unsought:
+        if self.unsought and FAMILIES:  # without the kernels, which may be imported later, there is nothing to find
             self.unsought = False
-            family = "funcops.kernels.triton." + self.module.rpartition(".")[2]
-            if importlib.util.find_spec("triton") and importlib.util.find_spec(family):
-                importlib.import_module(family)
+            for family in [f"{package}.{self.module.rpartition('.')[2]}" for package in FAMILIES]:
+                if importlib.util.find_spec("triton") and importlib.util.find_spec(family):
+                    importlib.import_module(family)
         return self.triton_impl is not None
 
 

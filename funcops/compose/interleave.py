@@ -47,9 +47,8 @@ from funcops.contract.pausing import take_turns
 from funcops.contract.schema import open_node
 from funcops.contract.walk import steps, ties
 from funcops.errors import describe, fail, require, require_type
-from funcops.formats.qtensor import fold_keys
 from funcops.program.accumulator_checks import check_into_tree
-from funcops.program.values import abstract_params, add
+from funcops.program.values import abstract_params, add, fold_keys
 from funcops.residuals.nested import nested, part
 from funcops.trees import WithExtras, leaves, tree_map
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from funcops.compose.identity import IdentityConfig, identity
 from funcops.compose.step import Step
 from funcops.contract.op import Op
-from funcops.ops.identity import IdentityConfig, identity
 
 Made = tuple[Op, Any] | str  # the op and its config, or the reason why the steps run one by one
 LONGEST = 3

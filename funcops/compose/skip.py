@@ -19,15 +19,15 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from funcops.compose.add import AddConfig
+from funcops.compose.add import add as add_op
+from funcops.compose.fork import ForkConfig, fork
 from funcops.compose.pausing import LOWERED
 from funcops.compose.step import OneBody, check_body, note, split_x
 from funcops.contract.configs import Width, require_config
 from funcops.contract.needs import Needs, check_needs, sub_mask
 from funcops.contract.op import Op, config, init_of, make_op
 from funcops.errors import fail
-from funcops.ops.add import AddConfig
-from funcops.ops.add import add as add_op
-from funcops.ops.fork import ForkConfig, fork
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
 from funcops.program.values import abstract_params

@@ -16,8 +16,6 @@ Models        parallel
 Sharding      Spec, specs_of, fsdp_specs; shard, unshard, init, init_tree, sum_gradients
 """
 
-from types import ModuleType as _ModuleType
-
 from funcops.distributed.async_collectives import InFlight as InFlight
 from funcops.distributed.async_collectives import all_to_all_start as all_to_all_start
 from funcops.distributed.async_collectives import finish as finish
@@ -87,4 +85,52 @@ from funcops.distributed.zigzag import unzigzag as unzigzag
 from funcops.distributed.zigzag import zigzag as zigzag
 from funcops.distributed.zigzag import zigzag_positions as zigzag_positions
 
-__all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
+__all__ = ["AllToAllConfig", "AllToAllResiduals", "Axis", "Collective", "ColumnLinearConfig", "ColumnLinearPending"]
+__all__ += ["ColumnLinearResiduals", "ColumnQLinearConfig", "ColumnQLinearPending", "ColumnQLinearResiduals"]
+__all__ += ["CombineConfig", "CombineResiduals", "ContextAttentionConfig", "ContextAttentionResiduals"]
+__all__ += ["ContextSinkAttentionConfig", "CopyToConfig", "CopyToResiduals", "DispatchConfig", "DispatchResiduals"]
+__all__ += ["GatherConfig", "GatherResiduals", "GatherSameConfig", "GatherSameResiduals", "Gathering", "InFlight", "Mesh"]
+__all__ += ["ParallelExpertsConfig", "ParallelExpertsPending", "ParallelExpertsResiduals", "ParallelLatentSplitConfig"]
+__all__ += ["ParallelLatentSplitResiduals", "ParallelLowRankConfig", "ParallelLowRankPending", "ParallelLowRankResiduals"]
+__all__ += ["Program", "Reducing", "RowLinearConfig", "RowLinearPending", "RowLinearResiduals", "RowQLinearConfig"]
+__all__ += ["RowQLinearPending", "RowQLinearResiduals", "Saving", "ScatterSumConfig", "ScatterSumResiduals"]
+__all__ += ["ShardedConfig", "ShardedDropoutConfig", "ShardedDropoutResiduals", "ShardedPending", "ShardedResiduals"]
+__all__ += ["Shared", "ShiftConfig", "ShiftResiduals", "SliceOfConfig", "SliceOfResiduals", "Spec", "SumOverConfig"]
+__all__ += ["SumOverResiduals", "VocabCrossEntropyConfig", "VocabCrossEntropyResiduals", "VocabEmbeddingConfig"]
+__all__ += ["VocabEmbeddingPending", "VocabEmbeddingResiduals", "VocabLinearCrossEntropyConfig"]
+__all__ += ["VocabLinearCrossEntropyPending", "VocabLinearCrossEntropyResiduals", "all_ranks", "all_to_all"]
+__all__ += ["all_to_all_bwd", "all_to_all_dgrad", "all_to_all_fwd", "all_to_all_init", "all_to_all_start"]
+__all__ += ["all_to_all_wgrad", "amaxes_over", "check_program", "column_linear", "column_linear_bwd"]
+__all__ += ["column_linear_dgrad", "column_linear_fwd", "column_linear_init", "column_linear_wgrad", "column_qlinear"]
+__all__ += ["column_qlinear_bwd", "column_qlinear_dgrad", "column_qlinear_fwd", "column_qlinear_init"]
+__all__ += ["column_qlinear_wgrad", "combine", "combine_bwd", "combine_dgrad", "combine_fwd", "combine_init"]
+__all__ += ["combine_wgrad", "context_attention", "context_attention_bwd", "context_attention_dgrad"]
+__all__ += ["context_attention_fwd", "context_attention_init", "context_attention_wgrad", "context_sink_attention"]
+__all__ += ["context_sink_attention_bwd", "context_sink_attention_dgrad", "context_sink_attention_fwd"]
+__all__ += ["context_sink_attention_init", "context_sink_attention_wgrad", "copy_to", "copy_to_bwd", "copy_to_dgrad"]
+__all__ += ["copy_to_fwd", "copy_to_init", "copy_to_wgrad", "data_parallel", "dispatch", "dispatch_bwd", "dispatch_dgrad"]
+__all__ += ["dispatch_fwd", "dispatch_init", "dispatch_wgrad", "finish", "fsdp_specs", "gather", "gather_bwd"]
+__all__ += ["gather_dgrad", "gather_fwd", "gather_init", "gather_same", "gather_same_bwd", "gather_same_dgrad"]
+__all__ += ["gather_same_fwd", "gather_same_init", "gather_same_wgrad", "gather_shards_start", "gather_start"]
+__all__ += ["gather_wgrad", "global_norm", "handshake", "init", "init_tree", "is_saved", "load", "load_values"]
+__all__ += ["own_shards", "parallel", "parallel_experts", "parallel_experts_bwd", "parallel_experts_dgrad"]
+__all__ += ["parallel_experts_fwd", "parallel_experts_init", "parallel_experts_wgrad", "parallel_latent_split"]
+__all__ += ["parallel_latent_split_bwd", "parallel_latent_split_dgrad", "parallel_latent_split_fwd"]
+__all__ += ["parallel_latent_split_init", "parallel_latent_split_wgrad", "parallel_low_rank", "parallel_low_rank_bwd"]
+__all__ += ["parallel_low_rank_dgrad", "parallel_low_rank_fwd", "parallel_low_rank_init", "parallel_low_rank_wgrad"]
+__all__ += ["part_axes", "raise_on_all_ranks", "record", "reduce_start", "row_linear", "row_linear_bwd"]
+__all__ += ["row_linear_dgrad", "row_linear_fwd", "row_linear_init", "row_linear_wgrad", "row_qlinear", "row_qlinear_bwd"]
+__all__ += ["row_qlinear_dgrad", "row_qlinear_fwd", "row_qlinear_init", "row_qlinear_wgrad", "save", "save_start"]
+__all__ += ["scatter_sum", "scatter_sum_bwd", "scatter_sum_dgrad", "scatter_sum_fwd", "scatter_sum_init"]
+__all__ += ["scatter_sum_start", "scatter_sum_wgrad", "shard", "sharded", "sharded_bwd", "sharded_dgrad"]
+__all__ += ["sharded_dropout", "sharded_dropout_bwd", "sharded_dropout_dgrad", "sharded_dropout_fwd"]
+__all__ += ["sharded_dropout_init", "sharded_dropout_wgrad", "sharded_fwd", "sharded_init", "sharded_wgrad", "shift"]
+__all__ += ["shift_bwd", "shift_dgrad", "shift_fwd", "shift_init", "shift_wgrad", "slice_of", "slice_of_bwd"]
+__all__ += ["slice_of_dgrad", "slice_of_fwd", "slice_of_init", "slice_of_wgrad", "specs_of", "sum_axes", "sum_gradients"]
+__all__ += ["sum_over", "sum_over_bwd", "sum_over_dgrad", "sum_over_fwd", "sum_over_init", "sum_over_start"]
+__all__ += ["sum_over_wgrad", "unshard", "unzigzag", "vocab_cross_entropy", "vocab_cross_entropy_bwd"]
+__all__ += ["vocab_cross_entropy_dgrad", "vocab_cross_entropy_fwd", "vocab_cross_entropy_init"]
+__all__ += ["vocab_cross_entropy_wgrad", "vocab_embedding", "vocab_embedding_bwd", "vocab_embedding_dgrad"]
+__all__ += ["vocab_embedding_fwd", "vocab_embedding_init", "vocab_embedding_wgrad", "vocab_linear_cross_entropy"]
+__all__ += ["vocab_linear_cross_entropy_bwd", "vocab_linear_cross_entropy_dgrad", "vocab_linear_cross_entropy_fwd"]
+__all__ += ["vocab_linear_cross_entropy_init", "vocab_linear_cross_entropy_wgrad", "zero3", "zigzag", "zigzag_positions"]

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.compose.step import Step
 from funcops.contract.configs import Composite, fields_of
 from funcops.contract.op import Op
@@ -45,6 +44,7 @@ from funcops.ops.attention import AttentionConfig, attention
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.dropout import DropoutConfig, dropout
 from funcops.ops.embedding import EmbeddingConfig, embedding
+from funcops.ops.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.ops.experts import ExpertsConfig, experts
 from funcops.ops.latent_split import LatentSplitConfig, latent_split
 from funcops.ops.linear import LinearConfig, linear

@@ -6,6 +6,7 @@
 Arithmetic is in `funcops.kernels.quantize`; ops of it are `funcops.quantize`, `funcops.dequantize` and `funcops.qlinear`.
 """
 
+from funcops.formats import codecs as codecs  # which registers them
 from funcops.formats.format import (
     E2M1_NV,
     E2M1_NV_SQUARE,

@@ -63,6 +63,11 @@ class QTensor:
         return self.codes.device
 
     @property
+    def form(self) -> str:
+        """The name of the form in a report, which shows it as one row."""
+        return self.format.name
+
+    @property
     def args(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.codes, self.scales, self.scale
 
@@ -140,6 +145,13 @@ class QWeight:
     def device(self) -> torch.device:
         return self.row.device
 
+    def fold_key(self, number: int) -> QWeight:
+        """The same codes, with `number` folded into the key."""
+        if self.key is None:
+            return self
+        each = [fold_in(key, number) for key in self.key.reshape(-1, 2)]
+        return replace(self, key=torch.stack(each).view_as(self.key))
+
     def made_of(self, weight: Tensor) -> QWeight:
         """Note the weight that it was made from, and that weight's count of writes now."""
         if not torch.compiler.is_compiling():  # inside a graph weights have no count of writes
@@ -166,18 +178,6 @@ def has_keys(params: Any) -> bool:
     return any(
         type(node) is QWeight and node.key is not None for node in leaves(params, is_leaf=lambda node: type(node) is QWeight)
     )
-
-
-def fold_keys(params: T, number: int) -> T:
-    """The params with `number` folded into the key of every weight; codes are the same objects."""
-
-    def one(node: Any) -> Any:
-        if type(node) is not QWeight or node.key is None:
-            return node
-        each = [fold_in(key, number) for key in node.key.reshape(-1, 2)]
-        return replace(node, key=torch.stack(each).view_as(node.key))
-
-    return tree_map(one, params, is_leaf=lambda node: type(node) is QWeight)
 
 
 def stacked(made: list[QTensor]) -> QTensor:

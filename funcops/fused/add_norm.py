@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from funcops.compose.add import add, add_kept
+from funcops.compose.fork import fork, fork_kept
 from funcops.fused.matchers import alike, alone, is_key, joins, readers_wait
 from funcops.kernels import add_norm as kernels
-from funcops.ops.add import add, add_kept
 from funcops.ops.dropout import dropout, dropout_kept
-from funcops.ops.fork import fork, fork_kept
 from funcops.ops.layer_norm import LayerNormPending, layer_norm, layer_norm_kept
 from funcops.ops.rms_norm import RMSNormPending, rms_norm, rms_norm_kept
 from funcops.program.rules import BACKWARD, FORWARD, Rule, Saving, Window, register_fusion

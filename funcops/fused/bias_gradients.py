@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from funcops.compose.add import add
 from funcops.fused.matchers import alike, alone, dgrad, joins, layer, readers_wait, x_shape
 from funcops.kernels.bias_activation import activation_bwd_recompute, bias_activation_bwd, dropout_bwd_sums
 from funcops.kernels.pointwise import dropout as dropout_kernel
 from funcops.ops.activation import activation
-from funcops.ops.add import add
 from funcops.ops.dropout import dropout
 from funcops.program.lower import Call
 from funcops.program.rules import BACKWARD, Rule, Saving, Window, register_fusion

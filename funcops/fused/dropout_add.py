@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from funcops.compose.add import add, add_kept
 from funcops.fused.matchers import adds, alike, before_bias, is_key, joins
 from funcops.kernels.pointwise import dropout_add
-from funcops.ops.add import add, add_kept
 from funcops.ops.dropout import dropout, dropout_kept
 from funcops.program.rules import FORWARD, Rule, Saving, Window, register_fusion
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.compose.expert_steps import plain_experts
 from funcops.contract.schema import Inputs
 from funcops.contract.trace_safe_cache import remember
 from funcops.fused.matchers import alike
 from funcops.kernels.experts import experts_dgrad
 from funcops.kernels.grouped import grouped_product
 from funcops.kernels.routing import gather_rows
+from funcops.ops.expert_steps import plain_experts
 from funcops.ops.experts import ExpertsConfig, ExpertsParams, check_experts_params, check_experts_x, products
 from funcops.ops.glu import GLUConfig, glu_kept, scaled_glu_kept
 from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearPending, grouped_linear_kept

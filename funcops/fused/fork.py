@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from funcops.compose.fork import fork
 from funcops.fused.add_norm import match_recomputed, norm_gradient
 from funcops.fused.matchers import alike, alone, by_library, layer, x_shape
 from funcops.kernels.fused_linear import fused_linear_dgrad_add
-from funcops.ops.fork import fork
 from funcops.ops.layer_norm import layer_norm
 from funcops.ops.rms_norm import rms_norm
 from funcops.program.rules import BACKWARD, Rule, Saving, Window, register_fusion

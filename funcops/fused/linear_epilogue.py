@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from funcops.compose.add import add, add_kept
 from funcops.fused.matchers import alike, alone, by_library, joins, layer
 from funcops.kernels.fused_linear import fused_linear_fwd
 from funcops.ops.activation import activation, activation_kept
-from funcops.ops.add import add, add_kept
 from funcops.ops.bias import bias, bias_kept
 from funcops.ops.scale import scale, scale_kept
 from funcops.program.rules import FORWARD, Rule, Saving, Window, register_fusion

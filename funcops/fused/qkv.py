@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing
+from funcops.compose.add import add, add_kept
 from funcops.fused.matchers import alike, alone, joins, layer
 from funcops.fused.siblings import (
     arrived,
@@ -32,7 +33,6 @@ from funcops.kernels.pointwise import add as added
 from funcops.kernels.qkv_split import qkv_split_bwd, qkv_split_fwd
 from funcops.kernels.rope import rope_apply_pair
 from funcops.kernels.sibling_linear import joined_linear_dgrad, stacked
-from funcops.ops.add import add, add_kept
 from funcops.ops.linear import LinearParams, linear_gradients
 from funcops.ops.reshape import reshape, reshape_kept
 from funcops.ops.rope import check_rotation, rope, rope_kept, table_of

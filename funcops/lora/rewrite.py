@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from funcops.compose.add import AddConfig, add
 from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.expert_steps import by_steps
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.step import Step
 from funcops.contract.configs import Composite, fields_of, require_config
@@ -17,8 +17,8 @@ from funcops.contract.walk import Inside, Part, check_globs, matches, nested, re
 from funcops.errors import describe, fail, in_step, join_path, require, require_count, require_number, require_type
 from funcops.ops import grouped_low_rank as grouped_low_rank  # enters the layers of experts
 from funcops.ops import low_rank_embedding as low_rank_embedding  # enters embeddings
-from funcops.ops.add import AddConfig, add
 from funcops.ops.embedding import EmbeddingConfig, embedding
+from funcops.ops.expert_steps import by_steps
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.low_rank import Adapter, LowRankConfig, adapter_of
 from funcops.ops.qlinear import QLinearConfig, qlinear

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from funcops import random
 from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.expert_steps import by_steps
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig, repeat
 from funcops.compose.skip import SkipConfig, skip
@@ -42,6 +41,7 @@ from funcops.kernels.grouped import gathered, groups_of
 from funcops.kernels.quantize import HADAMARD
 from funcops.low_precision.total import WHERE, AddedErrors, ModelErrors, Place, WideLayers, places
 from funcops.memory.policy import with_policy
+from funcops.ops.expert_steps import by_steps
 from funcops.ops.experts import ExpertsConfig, experts
 from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearPending, GroupedLinearResiduals, grouped_linear
 from funcops.ops.linear import LinearConfig, LinearPending, LinearResiduals, linear

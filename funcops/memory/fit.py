@@ -21,10 +21,11 @@ from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op, wrap
 from funcops.contract.walk import Inside, Part, nested, rewrite
 from funcops.errors import in_html, join_path, on_screen, require, require_dtype, require_type, size_of
+from funcops.formats.working import working_like
 from funcops.memory.parts import LeafPart, has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
 from funcops.memory.remat import is_remat
-from funcops.program.values import abstract_params, working_like
+from funcops.program.values import abstract_params
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import kept_values, storage_of
 from funcops.trees import fake, tensors, tree_map, tree_map_tensors

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funcops.compose.chain import chain
+from funcops.compose.identity import IdentityConfig, identity
 from funcops.contract.configs import OpConfig, config
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, forward, init_of, make_op
@@ -23,7 +24,6 @@ from funcops.contract.walk import Inside, Part, steps
 from funcops.errors import FLOATS, check, describe, fail
 from funcops.models.cache import CACHE, CachedParams, Slots, attend, no_backward, require_causal, write
 from funcops.ops._tuples import require_tuple
-from funcops.ops.identity import IdentityConfig, identity
 from funcops.ops.latent_split import LatentSplitConfig, latent_split
 from funcops.ops.linear import LinearParams, linear
 from funcops.ops.reshape import ReshapeConfig, reshape

@@ -10,14 +10,14 @@ The router's other results, `load` and `loss`, are named outputs of the chain (`
 
 from __future__ import annotations
 
+from funcops.compose.add import AddConfig, add
 from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.fork import ForkConfig, fork
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.step import Step
 from funcops.contract.configs import config
 from funcops.errors import require, require_type
-from funcops.ops.add import AddConfig, add
 from funcops.ops.experts import ExpertsConfig, experts
-from funcops.ops.fork import ForkConfig, fork
 from funcops.ops.glu import GLUConfig, glu
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.route import RouteConfig, route

@@ -16,10 +16,9 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.contract.schema import Donated, Saved
 from funcops.errors import FLOATS, check, fail, in_step
-from funcops.formats.scaled import unscaled
 from funcops.program.values import abstract_params
 from funcops.residuals.nested import Nested
-from funcops.trees import WithExtras, fake, paths, structure, tensors, tree_map_tensors
+from funcops.trees import WithExtras, fake, paths, stands_for_one, structure, tensors, tree_map_tensors
 
 _dtypes: dict[Any, dict[str, torch.dtype]] = {}  # dtypes of gradients by path, by all that they depend on
 _fitting: set[Any] = set()  # forms of dys and residuals that every part accepted
@@ -36,7 +35,8 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
         _check_kinds(where, parts)
     want, have = _shapes(op, cfg), paths(into)
     if want.keys() != have.keys():
-        have = paths(unscaled(into))  # amaxes are for their op to check
+        found = paths(into, is_leaf=stands_for_one)  # of a node beside whose value are amaxes, these are for their op to check
+        have = {path: getattr(t, "value", t) if stands_for_one(t) else t for path, t in found.items()}
     if want.keys() != have.keys():
         wrong = sorted(want.keys() ^ have.keys())
         fail(where, "into", f"a tree with the paths of params: {', '.join(want)}", f"a difference at {', '.join(wrong)}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from funcops.compose.fork import fork
 from funcops.contract.op import raw_of
-from funcops.ops.fork import fork
 from funcops.program.gradients import NONE, Gradients
 from funcops.program.lower import Call, Lowered, flat
 from funcops.program.rules import Cover

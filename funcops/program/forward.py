@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from funcops.compose.fork import fork
 from funcops.contract.op import NoneType, raw_of
-from funcops.ops.fork import fork
 from funcops.program.lower import Call, Fold, Place, Scope, Value, begun_before
 from funcops.program.rows import Addends, Group, Row, Rows, names_of, released
 from funcops.program.rules import Piece

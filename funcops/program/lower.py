@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from funcops.compose.add import add
 from funcops.contract.configs import Composite
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.errors import join_path
-from funcops.ops.add import add
 
 Value = Any  # int, or a tuple of Values
 Extras = dict[str, int]

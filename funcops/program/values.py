@@ -1,20 +1,17 @@
-"""Helpers of combinators and programs: the sum of gradients, and params by shape alone."""
+"""Helpers of combinators and programs: the sum of gradients, params by shape alone, and keys in params."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from funcops.contract.configs import Composite
 from funcops.contract.op import Op
-from funcops.contract.walk import steps
-from funcops.errors import join_path
-from funcops.formats import quantized_weight
-from funcops.formats.scaled import Scaled
-from funcops.trees import at, put, replace, tensors, tree_map, tree_map_tensors
+from funcops.trees import tensors, tree_map
+
+T = TypeVar("T")
 
 
 def add(a: Any, b: Any) -> Any:
@@ -37,18 +34,10 @@ def abstract_params(op: Op, cfg: Any) -> Any:
     return cfg.abstract() if isinstance(cfg, Composite) else op.init(cfg, key=None, device="meta")
 
 
-def working_like(op: Op, cfg: Any, params: Any) -> Any:
-    """Params without values, with what `quantize_params` puts beside the weights of recipes that have state or random keys."""
-    for part in steps(cfg, op=op, layers=True):
-        recipe, path = part.cfg.low_recipe, join_path(part.path, "weight")
-        if recipe is None or not (recipe.delayed or recipe.stochastic) or (weight := at(params, path)) is None:
-            continue
-        lead = weight.shape[:-2]
-        if recipe.delayed:
-            params = put(params, path, Scaled(weight, weight.new_empty(*lead, 3, dtype=torch.float32), None))
-            continue
-        largest = weight.new_empty(1, dtype=torch.float32)
-        one = quantized_weight(weight.new_empty(weight.shape[-2:]), recipe.w, True, largest, recipe.w_col)
-        one = tree_map_tensors(lambda t, lead=lead: t.new_empty(*lead, *t.shape), one)
-        params = put(params, path, replace(one, key=weight.new_empty(*lead, 2, dtype=torch.int64)))
-    return params
+def fold_keys(tree: T, number: int) -> T:
+    """The tree with `number` folded into every random key that its nodes hold; a node that may hold one has `fold_key`."""
+    return tree_map(lambda node: node.fold_key(number) if hasattr(node, "fold_key") else node, tree, is_leaf=_may_hold_a_key)
+
+
+def _may_hold_a_key(node: Any) -> bool:
+    return hasattr(type(node), "fold_key")

@@ -23,32 +23,18 @@ import torch
 from torch import Tensor
 
 from funcops.errors import require
-from funcops.kernels import quantize as kernels
 
 Parts = tuple[Tensor, ...]
 
 
 class Codec(NamedTuple):
+    """`encode(t)` gives the tensors that are kept, `decode(parts, dtype)` the tensor again. `block`: the number of elements of a
+    row that share a scale of one byte, if kernels can read its parts as they are; else 0."""
+
     name: str
     encode: Callable[[Tensor], Parts]
     decode: Callable[[Parts, torch.dtype], Tensor]
-
-
-def _blocks(width: int) -> tuple[Callable[[Tensor], Parts], Callable[[Parts, torch.dtype], Tensor]]:
-    """e4m3 with a one-byte scale for each block of `width` elements of a row."""
-    form = ("e4m3", 1, width, "e8m0")
-
-    def encode(t: Tensor) -> Parts:
-        # of float16 no number may round up to 2^16, which is infinite there: the next one below on e4m3's grid is 240 2^8
-        return kernels.quantize_row(
-            torch.where(t.isinf(), t, t.clamp(-61440.0, 61440.0)) if t.dtype is torch.float16 else t, *form, None, None
-        )
-
-    def decode(parts: Parts, dtype: torch.dtype) -> Tensor:
-        codes, scales = parts
-        return kernels.dequantize(codes, scales, None, *form, codes.shape[-1], dtype)  # type: ignore[no-any-return]
-
-    return encode, decode
+    block: int = 0
 
 
 def _int8(t: Tensor) -> Parts:
@@ -58,10 +44,8 @@ def _int8(t: Tensor) -> Parts:
     return (wide / scale).round().clamp(-127, 127).to(torch.int8), scale  # beyond 127 where a small scale was rounded down
 
 
-BLOCKS = {"fp8": 128, "mxfp8": 32}
-CODECS = {
+CODECS = {  # those whose arithmetic is kernels are registered by `funcops.formats.codecs`
     "bf16": Codec("bf16", lambda t: (t.to(torch.bfloat16),), lambda parts, dtype: parts[0].to(dtype)),
-    **{name: Codec(name, *_blocks(width)) for name, width in BLOCKS.items()},
     "int8": Codec("int8", _int8, lambda parts, dtype: (parts[0].float() * parts[1]).to(dtype)),
 }
 

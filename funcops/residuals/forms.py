@@ -19,8 +19,7 @@ from torch import Tensor
 from funcops.backend import tracing
 from funcops.contract.marks import version, versions
 from funcops.errors import short
-from funcops.formats import QTensor
-from funcops.residuals.codec import BLOCKS, codec, smaller
+from funcops.residuals.codec import codec, smaller
 from funcops.residuals.offload import copies
 from funcops.residuals.policy import Action, Compress, Drop, Offload
 from funcops.trees import leaf, static, tree, tree_map
@@ -71,6 +70,11 @@ class Packed:
         return self.action.codec if isinstance(self.action, Compress) else f"{short(self.dtype)} on the host"
 
 
+def has_form(value: Any) -> bool:
+    """Whether a node stands for one tensor in another form: it has the `shape` of that tensor, and `form`, a name for reports."""
+    return hasattr(type(value), "form")
+
+
 class _Known(NamedTuple):
     """The form of a tensor, while its storage (held weakly) lives and nobody writes to it."""
 
@@ -99,15 +103,13 @@ def _one_form_each() -> Iterator[None]:
 
 
 def to_form(t: Any, action: Action) -> Any:
-    """Convert a tensor, or each tensor of a tree, to the form of the action; unchanged if that would save nothing. A `QTensor`,
-    which is already in few bits, is not compressed."""
+    """Convert a tensor, or each tensor of a tree, to the form of the action; unchanged if that would save nothing. A node with a
+    form of its own, which is already in few bits, is not compressed."""
     if isinstance(action, Drop):
         return None
     if not isinstance(t, Tensor):
-        low = QTensor if isinstance(action, Compress) else ()
-        return tree_map(
-            lambda one: to_form(one, action) if isinstance(one, Tensor) else one, t, is_leaf=lambda one: isinstance(one, low)
-        )
+        low = has_form if isinstance(action, Compress) else None
+        return tree_map(lambda one: to_form(one, action) if isinstance(one, Tensor) else one, t, is_leaf=low)
     compress = isinstance(action, Compress) and smaller(action.codec, t)
     if not compress and not (isinstance(action, Offload) and copies.leaves(t)):
         return t
@@ -139,12 +141,12 @@ def _packed(t: Tensor, action: Action) -> Packed:
 def in_blocks(value: Any) -> bool:
     """Whether `value` is a whole tensor as codes with one scale per block, which a kernel can read without `from_form`: see
     `block_of`."""
-    return type(value) is Packed and isinstance(value.action, Compress) and value.action.codec in BLOCKS and value.view is None
+    return type(value) is Packed and isinstance(value.action, Compress) and value.view is None and block_of(value) > 0
 
 
 def block_of(value: Packed) -> int:
-    """The number of elements of a row that share a scale."""
-    return BLOCKS[value.action.codec]
+    """The number of elements of a row that share a scale of one byte; 0 in another form."""
+    return codec("unpack", value.action.codec).block
 
 
 def from_form(value: Any) -> Any:

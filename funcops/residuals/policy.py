@@ -164,14 +164,16 @@ def means(pattern: str, path: str, waits: bool = False) -> bool:
     return fnmatch.fnmatchcase(path, pattern) and (not waits or pattern.endswith(path.rpartition(".")[2]))
 
 
-_ACTIVATIONS = "*[xqkvy]"  # not the statistics, which are small and need their precision
+def compressed(codec: str) -> Policy:
+    """A policy that compresses activations; not the statistics, which are small and need their precision."""
+    return Policy({"*[xqkvy]": Compress(codec)}, optional=True)
 
-POLICIES = {
+
+POLICIES = {  # those whose codecs the formats register are registered there, too
     "save_all": Policy(outputs="none"),
     "recompute_norms": Policy(outputs="norms"),
     "recompute_elementwise": Policy(),
     "minimal": Policy(blocks="inputs"),
     "offload_block_inputs": Policy(blocks="offloaded"),
-    "compress_fp8": Policy({_ACTIVATIONS: Compress("fp8")}, optional=True),
-    "compress_int8": Policy({_ACTIVATIONS: Compress("int8")}, optional=True),
+    "compress_int8": compressed("int8"),
 }

@@ -11,9 +11,8 @@ from torch import Tensor
 from funcops.contract.marks import Gone
 from funcops.contract.schema import RECOMPUTE, Phase, Saved
 from funcops.errors import describe, fail, join_path, require_count, require_flag, require_type, short, size_of
-from funcops.formats import QTensor
 from funcops.residuals.equal_layers import merged
-from funcops.residuals.forms import Packed
+from funcops.residuals.forms import has_form
 from funcops.trees import paths, tensors
 
 
@@ -136,7 +135,7 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
         parts = {storage_of(t): t.untyped_storage().nbytes() for t in tensors(value)}
         own = {storage: size for storage, size in parts.items() if storage not in owners}
         aliased += sum(parts.values()) - sum(own.values())
-        shape, dtype = (value.shape, short(value.dtype)) if isinstance(value, Tensor) else _FORMS[type(value)](value)
+        shape, dtype = (value.shape, short(value.dtype) if isinstance(value, Tensor) else value.form)
         owner = "" if own else next((owners[storage] for storage in parts), "")
         rows.append(Row(path, tuple(shape), dtype, sum(own.values()), owner, phases))
         owners.update(dict.fromkeys(own, path))
@@ -199,16 +198,9 @@ def diff(before: Report, after: Report) -> Difference:
     return Difference(sorted((c for c in changes if c.before != c.after), key=lambda c: -abs(c.after - c.before)))
 
 
-_FORMS: dict[type, Any] = {  # nodes that are one row: the original's shape, and the form's name
-    QTensor: lambda q: (q.shape, q.format.name),
-    Packed: lambda packed: (packed.shape, packed.form),
-}
-
-
 def _values(tree: Any) -> list[tuple[str, Any]]:
     """The tensors of a tree, and the nodes that stand for one, by path."""
-    every = paths(tree, is_leaf=lambda value: type(value) in _FORMS).items()
-    return [(path, value) for path, value in every if isinstance(value, Tensor) or type(value) in _FORMS]
+    return [(path, value) for path, value in paths(tree, is_leaf=has_form).items() if isinstance(value, Tensor) or has_form(value)]
 
 
 def kept_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:

@@ -20,9 +20,10 @@ from funcops.contract.accumulators import check_accumulator, check_apart, check_
 from funcops.contract.needs import Needs
 from funcops.errors import fail, require, require_type
 from funcops.formats import zero_gradient
-from funcops.formats.qtensor import fold_keys, has_keys
+from funcops.formats.qtensor import has_keys
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.run import taken_apart, tied
+from funcops.program.values import fold_keys
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
 from funcops.trees import WithExtras, constant_paths, paths, put, stands_for_one, tree_map_with_path

@@ -57,7 +57,6 @@ from funcops import (
 )
 from funcops.adapters.autograd.transforms import refuse_tangents
 from funcops.backend import backend
-from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.contract.op import make_op
 from funcops.contract.rerun import first_run, note, second_run
 from funcops.contract.walk import remade
@@ -65,6 +64,7 @@ from funcops.graphs import graphed
 from funcops.low_precision import Format, Fp8Current, quantize_tensor
 from funcops.models import plain_experts
 from funcops.ops.dropout import check_shared
+from funcops.ops.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.ops.low_rank import LowRankConfig, low_rank_fwd, low_rank_init
 from funcops.optim import global_norm
 from funcops.schedule import Collective, Costs, Link, Network, Schedule, draw, measure_stages, one_f_one_b, simulate

@@ -9,10 +9,10 @@ from law_cases import CASES
 
 import funcops
 from funcops import ChainConfig, LinearConfig, RepeatConfig, RopeConfig, Step, chain, dist, linear, lora, low_precision, repeat
-from funcops.compose import expert_steps
 from funcops.errors import describe_tree
 from funcops.models import DecoderConfig, decoder
 from funcops.models.blocks import block_config, gpt2_block_config
+from funcops.ops import expert_steps
 from funcops.trees import paths, put
 
 NAMES = {

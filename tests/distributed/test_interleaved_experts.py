@@ -28,11 +28,11 @@ from funcops import (
     skip,
 )
 from funcops.backend import scopes
-from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
 from funcops.contract.pausing import take_turns
 from funcops.graphs import graphed
 from funcops.low_precision import Fp8Block, Fp8Delayed, quantize_params, recipe_init, with_recipe
 from funcops.models import MoEConfig, moe
+from funcops.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
 from funcops.program.values import add
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits

@@ -58,7 +58,8 @@ def test_a_cast_leaves_codes_and_scales_alone(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [Fp8Block(), RECIPE], ids=lambda r: type(r).__name__)
 def test_a_whole_step_compiles_as_one_graph(recipe):
-    """The working tree, two microbatches and the update of the state: gradients are close, amaxes have the same bits."""
+    """The working tree, two microbatches and the update of the state: gradients are close, amaxes within the last bit: a
+    compiler takes activations apart, and not every CPU's `exp` gives both forms the same one."""
     cfg = with_recipe(mlp(), recipe)
     params, xs, dys = given(cfg)
     state = recipe_init(cfg, params)
@@ -68,7 +69,8 @@ def test_a_whole_step_compiles_as_one_graph(recipe):
     for path, t in paths(want).items():
         if t is not None:
             torch.testing.assert_close(paths(found)[path], t, rtol=1e-4, atol=0.02 * float(t.abs().max()), msg=path)
-    assert all(torch.equal(t[..., :2], paths(found_state)[path][..., :2]) for path, t in paths(want_state).items())
+    for path, t in paths(want_state).items():
+        torch.testing.assert_close(paths(found_state)[path][..., :2], t[..., :2], rtol=2**-22, atol=0, msg=path)
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from law_cases import FIRST
 from funcops import ChainConfig, LinearConfig, RopeConfig, Step, WithExtras, chain, linear, named_steps, random, rope_table, trees
 from funcops.backend import scopes
 from funcops.backend.scopes import Label
+from funcops.compose.fork import fork
 from funcops.contract.needs import Needs
 from funcops.models.blocks import block_config, gpt2_block_config
-from funcops.ops.fork import fork
 from funcops.program import programs
 from funcops.program.lower import Call, lower
 from funcops.program.rules import cover

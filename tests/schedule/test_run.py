@@ -21,9 +21,9 @@ from funcops import (
     linear,
     random,
 )
+from funcops.compose.add import AddResiduals
 from funcops.contract.op import dgrad_of, make_op
 from funcops.errors import LedgerError
-from funcops.ops.add import AddResiduals
 from funcops.residuals import Ledger
 from funcops.schedule import (
     Schedule,

@@ -14,8 +14,9 @@ from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import split_x
 from funcops.contract.needs import Needs
 from funcops.errors import describe, fail, short
+from funcops.formats.working import working_like
 from funcops.program.run import tied
-from funcops.program.values import abstract_params, working_like
+from funcops.program.values import abstract_params
 from funcops.trees import WithExtras, fake, leaves, paths, tensors, tree_map_tensors
 
 ERRORS = (ValueError, TypeError, RuntimeError)  # raised by operators and torch for tensors that do not fit

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any
 
 from funcops.compose.chain import ChainConfig
-from funcops.compose.expert_steps import BY_STEPS, EXTRAS, ExpertStepsConfig, expert_steps_init, plain_experts, steps_op
 from funcops.compose.step import Step
 from funcops.contract.configs import fields_of
 from funcops.contract.op import Op, config, init_of
@@ -32,6 +31,7 @@ from funcops.distributed.ops.dispatch import DispatchConfig, dispatch
 from funcops.distributed.ops.parallel_experts import ParallelExpertsConfig, parallel_experts
 from funcops.distributed.specs import Spec
 from funcops.errors import require
+from funcops.ops.expert_steps import BY_STEPS, EXTRAS, ExpertStepsConfig, expert_steps_init, plain_experts, steps_op
 from funcops.trees import paths
 
 SENT = "rows", "chosen", "sent", "sizes"

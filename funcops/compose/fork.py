@@ -22,7 +22,6 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.errors import FLOATS, check, describe, fail
-from funcops.kernels import pointwise as kernels
 
 __all__ = ["ForkConfig", "ForkResiduals", "fork", "fork_bwd", "fork_dgrad", "fork_fwd", "fork_init", "fork_wgrad"]
 
@@ -63,7 +62,7 @@ def fork_dgrad(residuals: ForkResiduals, dy: Any, cfg: ForkConfig) -> tuple[Tens
     a, b = dy
     if not residuals.needs.x or a is None or b is None:
         return (b if a is None else a) if residuals.needs.x else NO_GRADIENT, None
-    return kernels.add(a, b), None
+    return a + b, None
 
 
 fork = make_op("fork", ForkConfig, fwd=fork_fwd, dgrad=fork_dgrad, view=True)
