@@ -22,10 +22,10 @@ from triton import knobs
 from benchmarks.choices import choices
 from benchmarks.kernel_calls import KernelCall, Maker, kernel_calls
 from benchmarks.measure import BenchError
-from funcops.backend import backend, gemm
-from funcops.backend.aot import COMPILER, TARGETS, Build, inspect, name_of, stubbed, takes_descriptors
-from funcops.backend.fingerprint import fingerprint
-from funcops.backend.launch import Launched, launched_kernels, planned_launches
+from funcops.engine.backend import backend, gemm
+from funcops.engine.backend.aot import COMPILER, TARGETS, Build, inspect, name_of, stubbed, takes_descriptors
+from funcops.engine.backend.fingerprint import fingerprint
+from funcops.engine.backend.launch import Launched, launched_kernels, planned_launches
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

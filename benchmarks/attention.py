@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernel_call import KernelCall, Maker, Prepared, direct, gradient
-from funcops.kernels import attention, scored_attention, slot_attention
+from funcops.library.kernels import attention, scored_attention, slot_attention
 
 
 def of_attention(make: Maker) -> Iterator[KernelCall]:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, FORMATS, Format, by_tiles, quantize_sides, quantize_tensor, turned
-from funcops.formats.format import SCALING_MODES
-from funcops.formats.recipes import FP8, MXFP8, NVFP4, Fp8Block, Fp8Current, Recipe
-from funcops.kernels import add_norm, norm, quantize, quantize_after, scaled_mm
-from funcops.kernels.triton.matmul import LONG, Epilogue, matmul, rows_of
+from funcops.library.formats import E4M3_BLOCK, E5M2_BLOCK, FORMATS, Format, by_tiles, quantize_sides, quantize_tensor, turned
+from funcops.library.formats.format import SCALING_MODES
+from funcops.library.formats.recipes import FP8, MXFP8, NVFP4, Fp8Block, Fp8Current, Recipe
+from funcops.library.kernels import add_norm, norm, quantize, quantize_after, scaled_mm
+from funcops.library.kernels.triton.matmul import LONG, Epilogue, matmul, rows_of
 
 SIZES = {"narrow": (48, 512), "medium": (512, 512), "large": (1024, 1024)}  # of a product's output
 SHORT, ODD = 256, 3

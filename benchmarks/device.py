@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcops.adapters.graphs.backend import DeviceBackend, Options
-from funcops.errors import CaptureError
+from funcops.engine.errors import CaptureError
 
 Call = Callable[[], Any]
 COLD_BYTES = 256 * 2**20  # rotating over this much leaves nothing in a level-2 cache of 50 to 126 MB

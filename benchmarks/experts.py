@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_call import KernelCall, Maker, Prepared
-from funcops.kernels import glu
-from funcops.kernels.experts import experts_dgrad, experts_up
-from funcops.kernels.grouped import grouped_product, grouped_wgrad, grouped_wgrad_into
-from funcops.kernels.routing import sort_by_expert
+from funcops.library.kernels import glu
+from funcops.library.kernels.experts import experts_dgrad, experts_up
+from funcops.library.kernels.grouped import grouped_product, grouped_wgrad, grouped_wgrad_into
+from funcops.library.kernels.routing import sort_by_expert
 
 CONSTANTS = 7.0, 1.702, 1.0  # limit, alpha and offset of GPT-OSS
 

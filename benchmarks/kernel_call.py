@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops import random
+from funcops.engine import random
 
 CODES = 13  # bits of a Hopper's sums of products of 8-bit codes
 Prepared = Callable[..., Callable[[], Any]]

@@ -22,8 +22,8 @@ from benchmarks.low_attention import of_low_attention
 from benchmarks.low_experts import of_low_experts
 from benchmarks.norms import of_group_norms, of_norms
 from benchmarks.quantizers import of_coded_glus, of_frozen_weights, of_quantized_outputs, of_quantizers
-from funcops import random
-from funcops.kernels import (
+from funcops.engine import random
+from funcops.library.kernels import (
     adamw,
     causal_conv1d,
     cross_entropy,
@@ -44,9 +44,14 @@ from funcops.kernels import (
     softcap,
     softmax,
 )
-from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
-from funcops.kernels.bias_activation import activation_bwd_recompute, bias_activation_bwd, bias_activation_fwd, dropout_bwd_sums
-from funcops.ops.rope import RopeConfig, rope_table
+from funcops.library.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
+from funcops.library.kernels.bias_activation import (
+    activation_bwd_recompute,
+    bias_activation_bwd,
+    bias_activation_fwd,
+    dropout_bwd_sums,
+)
+from funcops.library.ops.rope import RopeConfig, rope_table
 
 Family = Callable[[Maker], Iterator[KernelCall]]
 

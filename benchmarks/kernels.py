@@ -29,10 +29,10 @@ from benchmarks.liger import liger_call, write_liger_csv
 from benchmarks.measure import NoDevice, machine
 from benchmarks.plot import draw
 from benchmarks.rows import device_of, rows_of
-from funcops.backend import backend, gemm
-from funcops.errors import short
-from funcops.kernels import grouped, grouped_scaled
-from funcops.trees import leaves, nbytes, tree_map
+from funcops.engine.backend import backend, gemm
+from funcops.engine.errors import short
+from funcops.engine.trees import leaves, nbytes, tree_map
+from funcops.library.kernels import grouped, grouped_scaled
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NOT_MEASURED: Any = (math.nan,) * 9

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from benchmarks.measure import Row, interleaved, summary
-from funcops.backend.aot import stubbed
-from funcops.backend.launch import launcher
+from funcops.engine.backend.aot import stubbed
+from funcops.engine.backend.launch import launcher
 
 
 @triton.jit

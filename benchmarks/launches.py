@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.kernel_calls import Maker, measured_families
-from funcops.backend import backend, gemm
+from funcops.engine.backend import backend, gemm
 
 TARGET = "sm_90"  # a launch is known by its fingerprint for this target, on whichever device it ran
 
@@ -30,9 +30,9 @@ class Listed(NamedTuple):
 @functools.cache
 def listed(dtype: torch.dtype) -> tuple[Listed, ...]:
     """Every call in order, from tensors on the meta device, which need no memory. Nothing is compiled."""
-    from funcops.backend.aot import TARGETS, stubbed  # needs Triton, which a bench without a device does without
-    from funcops.backend.fingerprint import fingerprint
-    from funcops.backend.launch import planned_launches
+    from funcops.engine.backend.aot import TARGETS, stubbed  # needs Triton, which a bench without a device does without
+    from funcops.engine.backend.fingerprint import fingerprint
+    from funcops.engine.backend.launch import planned_launches
 
     found = []
     with stubbed(TARGETS[TARGET].gpu), backend("triton"):
@@ -54,7 +54,7 @@ def _source(kernel: Any) -> str:
 @contextmanager
 def fingerprints() -> Iterator[set[str]]:
     """The fingerprints of the launches in the block. All of Triton's kernels are looked up again after it."""
-    from funcops.backend.launch import compiled_launches
+    from funcops.engine.backend.launch import compiled_launches
 
     found = _Fingerprints()
     with compiled_launches(found):
@@ -69,6 +69,6 @@ class _Fingerprints(list[Any]):
         self.hashes: set[str] = set()
 
     def append(self, launched: Any) -> None:
-        from funcops.backend.fingerprint import fingerprint
+        from funcops.engine.backend.fingerprint import fingerprint
 
         self.hashes.add(fingerprint(launched, TARGET))

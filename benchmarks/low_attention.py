@@ -9,8 +9,8 @@ from torch import Tensor
 
 from benchmarks.attention import _two_products
 from benchmarks.kernel_call import CODES, KernelCall, Maker
-from funcops.kernels import scaled_attention
-from funcops.kernels.quantize import BLOCK
+from funcops.library.kernels import scaled_attention
+from funcops.library.kernels.quantize import BLOCK
 
 
 def _signed(make: Maker, *shape: int) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_call import CODES, KernelCall, Maker
-from funcops.kernels import quantize
-from funcops.kernels.grouped import group_of
-from funcops.kernels.grouped_quantize import (
+from funcops.library.kernels import quantize
+from funcops.library.kernels.grouped import group_of
+from funcops.library.kernels.grouped_quantize import (
     aligned_count,
     aligned_source,
     aligned_starts,
@@ -20,8 +20,8 @@ from funcops.kernels.grouped_quantize import (
     quantize_groups,
     quantize_groups_scaled,
 )
-from funcops.kernels.grouped_scaled import grouped_scaled_mm, grouped_scaled_wgrad
-from funcops.kernels.routing import sort_by_expert
+from funcops.library.kernels.grouped_scaled import grouped_scaled_mm, grouped_scaled_wgrad
+from funcops.library.kernels.routing import sort_by_expert
 
 # the element of rows, the element of weights or of x's columns, the scales, the block length of rows, the tile of weights
 RECIPES = (

@@ -18,8 +18,8 @@ from benchmarks.measure import Row
 from benchmarks.plain import PlainBlock
 from benchmarks.residuals import sixteenth
 from funcops import RepeatConfig, WithExtras, chain, donate, random, repeat
-from funcops.contract.needs import Needs
-from funcops.errors import short
+from funcops.engine.contract.needs import Needs
+from funcops.engine.errors import short
 from funcops.lora import lora_init, lora_needs, with_lora
 from funcops.low_precision import NF4, quantize_weights, with_weight_only
 from funcops.models import decoder

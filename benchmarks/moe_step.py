@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from benchmarks.measure import Row, interleaved, interval
 from benchmarks.settings import BETAS, CLIP, DECAY, LR, Step, finished
 from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, donate, rope_table
-from funcops.contract.needs import Needs
-from funcops.errors import short
+from funcops.engine.contract.needs import Needs
+from funcops.engine.errors import short
+from funcops.engine.trees import tree_map_with_path
 from funcops.models import MoEConfig
 from funcops.models.blocks import Sizes, decoder_config
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_by_global_norm
-from funcops.trees import tree_map_with_path
 
 EXPERTS, CHOICES, HIDDEN = 8, 2, 256  # two experts are as wide as the MLP of `bench step`
 ROUNDS = 15

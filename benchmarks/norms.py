@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernel_call import KernelCall, Maker, direct, gradient
-from funcops.kernels import add_norm, group_norm, norm
+from funcops.library.kernels import add_norm, group_norm, norm
 
 
 def _rms_norm(x: Tensor, w: Tensor, *_: Any) -> Tensor:

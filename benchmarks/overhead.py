@@ -45,13 +45,13 @@ from funcops import (
 )
 from funcops import nn as fnn
 from funcops.adapters.autograd.differentiable import backward_calls
-from funcops.backend import gemm, select
-from funcops.contract.op import Op
-from funcops.kernels import attention
+from funcops.engine.backend import gemm, select
+from funcops.engine.contract.op import Op
+from funcops.engine.trees import cast, tree_map_tensors
+from funcops.library.kernels import attention
 from funcops.low_precision import Fp8Block, quantize_params, with_recipe
 from funcops.models.blocks import block_config, mlp_config
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_factor, global_norm
-from funcops.trees import cast, tree_map_tensors
 
 DIM, LENGTH, HEADS = 16, 3, 2
 
@@ -90,8 +90,8 @@ def run() -> list[Row]:
 def _low_precision() -> list[Row]:
     if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET", "0") != "0":
         return []
-    from funcops.backend.aot import stubbed
-    from funcops.backend.launch import planned_launches
+    from funcops.engine.backend.aot import stubbed
+    from funcops.engine.backend.launch import planned_launches
 
     rows = []
     with stubbed(), planned_launches(), backend("triton"), gemm("triton"), _as_on_a_device():

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_call import KernelCall, Maker
-from funcops.formats import Format, by_tiles
-from funcops.kernels import coded_glu, nf4, quantize, quantize_after
+from funcops.library.formats import Format, by_tiles
+from funcops.library.kernels import coded_glu, nf4, quantize, quantize_after
 
 
 def of_quantizers(make: Maker) -> Iterator[KernelCall]:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.device import CudaTimer
 from benchmarks.measure import NoDevice
 from funcops import LinearConfig, RopeConfig, WithExtras, chain, linear, qlinear, random, rope_table
-from funcops.errors import short
+from funcops.engine.errors import short
 from funcops.low_precision import Fp8Block, Fp8Current, Fp8Delayed, quantize_params, recipe_init, with_recipe
 from funcops.models.blocks import Sizes, block_config
 

@@ -16,13 +16,13 @@ from benchmarks.measure import Row
 from benchmarks.plain import PlainBlock, PlainGPT2Block
 from benchmarks.plot import draw_kept
 from funcops import Compress, ExpertsConfig, Policy, Recompute, RopeConfig, WithExtras, chain, experts, random, report, with_policy
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op
+from funcops.engine.trees import nbytes, tensors
 from funcops.lora import lora_init, lora_needs, with_lora
 from funcops.low_precision import NF4, Fp8Block, quantize_weights, with_recipe, with_weight_only
 from funcops.models import DecoderConfig, decoder, decoder_x, pack
 from funcops.models.blocks import block_config, gpt2_block_config
-from funcops.trees import nbytes, tensors
 
 DIM, HEADS, LENGTH = 512, 8, 512
 MIXTURE = dict(dim=256, hidden=96, experts=16, choices=8)

@@ -39,12 +39,12 @@ from benchmarks.profiled import profiled
 from benchmarks.settings import BETAS, CLIP, DECAY, LR, Step, finished, runs
 from funcops import RopeConfig, WithExtras, chain, donate, rope_table, with_policy
 from funcops.adapters.graphs import graphed
-from funcops.contract.configs import Composite
-from funcops.contract.needs import Needs
-from funcops.fused import pack_qkv
+from funcops.engine.contract.configs import Composite
+from funcops.engine.contract.needs import Needs
+from funcops.engine.trees import cast, tree_map_with_path
+from funcops.library.fused import pack_qkv
 from funcops.models.blocks import Sizes, decoder_config
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_factor, global_norm
-from funcops.trees import cast, tree_map_with_path
 
 # for a GPU: large enough that the device, not the host, takes the time
 LARGE, LARGE_ROUNDS = Sizes(dim=1536, layers=4, heads=12, kv_heads=4, hidden=4096, vocab=32000, context=1024, batch=16), 15

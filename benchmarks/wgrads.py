@@ -1,6 +1,6 @@
 """`batch_wgrads` against one accumulating wgrad after another, fp32 accumulators, in one run, taking turns.
 
-The table in `funcops.ops.linear_wgrads` comes from these rows: joining pays off where the ratio stays below 1.
+The table in `funcops.library.ops.linear_wgrads` comes from these rows: joining pays off where the ratio stays below 1.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.measure import BenchError, Row, interleaved
 from funcops import ChainConfig, LinearConfig, Step, batch_wgrads, chain, linear, random
-from funcops.contract.op import Op
-from funcops.errors import short
-from funcops.trees import cast, tree_map_tensors
+from funcops.engine.contract.op import Op
+from funcops.engine.errors import short
+from funcops.engine.trees import cast, tree_map_tensors
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FEATURES = 512

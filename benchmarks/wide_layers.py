@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from funcops import ChainConfig, RopeConfig, WithExtras, chain, donate, quantization_report, random
-from funcops.contract.needs import Needs
-from funcops.contract.walk import matches
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.walk import matches
+from funcops.engine.trees import tensors, tree_map_with_path
 from funcops.low_precision import NVFP4, Fp8Block, Fp8Current, Recipe, begin_step, with_recipe
 from funcops.models import DecoderConfig, decoder, decoder_x
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
-from funcops.trees import tensors, tree_map_with_path
 
 LAYERS, ROWS = 6, 8
 SIZES = DecoderConfig(

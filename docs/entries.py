@@ -16,7 +16,7 @@ from typing import Any
 import funcops
 from docs import examples
 from docs.reference import Page, is_part, sections, value_of
-from funcops.contract.schema import Phase, Saved
+from funcops.engine.contract.schema import Phase, Saved
 
 MOST_USES = 8  # links to pages that use a name; the path of learning comes first
 

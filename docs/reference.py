@@ -19,11 +19,10 @@ import funcops
 
 ROOMS = ("adapters.pipelining", *funcops._ROOMS)  # the first is not imported by funcops: it needs torch.distributed
 AUTHORS = {
-    "funcops.contract.by_config": ("ByConfig",),
-    "funcops.contract.op": ("make_op", "config", "OpConfig", "forward", "init_of", "dgrad_of", "wgrad_of", "recompute_of"),
-    "funcops.contract.schema": ("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "RECOMPUTE"),
-    "funcops.contract.accumulators": ("accumulate",),
-    "funcops.errors": ("check", "FLOATS"),
+    "funcops.contract": (
+        *("ByConfig", "make_op", "config", "OpConfig", "forward", "init_of", "dgrad_of", "wgrad_of", "recompute_of"),
+        *("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "RECOMPUTE", "accumulate", "check", "FLOATS"),
+    )
 }
 GROUP = re.compile(r"^(?: {4})?(\w[\w ]*?)(?: {2,}|$)")
 DOCSTRINGS = {"funcops.dist": "funcops.distributed"}  # `funcops.dist` is the name of what is told there
@@ -146,7 +145,7 @@ def _order(name: str) -> int:
 def _room(name: str) -> Page:
     """The page of a room; the groups of its docstring are its parts, if it has groups that name all of it."""
     home, folder = f"funcops.{name}", f"reference/{re.sub('[_.]', '-', name)}"
-    names, opening = exported(home), DOCSTRINGS.get(home, home)
+    names, opening = exported(home), DOCSTRINGS.get(home, importlib.import_module(home).__name__)
     groups = list(_groups(inspect.getdoc(importlib.import_module(opening))))[1:]
     if {word for _, words in groups for word in words} >= {word for word in names if not is_part(word)}:
         parts = tuple(_group(home, title, words, folder) for title, words in groups)

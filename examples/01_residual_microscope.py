@@ -19,9 +19,9 @@ import torch
 from digits.flags import parsed, parser_of
 
 from funcops import POLICIES, Needs, Policy, RopeConfig, chain, donate, random, report, with_policy
-from funcops.errors import size_of
+from funcops.engine.errors import size_of
+from funcops.engine.residuals.report import Report
 from funcops.models import DecoderConfig, decoder, decoder_x
-from funcops.residuals.report import Report
 from funcops.trees import paths
 
 NUMBERS = (("dim", 128, "width, a multiple of 4 heads"), ("layers", 2, "blocks"), ("context", 128, "tokens"))

@@ -24,7 +24,7 @@ from lm.flags import DTYPES
 from lm.model import described, init, model, model_x
 
 from funcops import ChainConfig, Ledger, Step, batch_wgrads, chain, donate
-from funcops.contract.needs import Needs
+from funcops.contract import Needs
 from funcops.schedule import Action, Schedule, run
 from funcops.trees import cast, paths, tree_map_tensors
 

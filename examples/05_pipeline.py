@@ -28,7 +28,7 @@ from torch import Tensor
 
 from funcops import WithExtras, chain
 from funcops.adapters.pipelining import Pipeline
-from funcops.contract.needs import Needs
+from funcops.contract import Needs
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.schedule import (
     Schedule,

@@ -37,7 +37,7 @@ from funcops import (
     linear,
     random,
 )
-from funcops.errors import size_of
+from funcops.engine.errors import size_of
 from funcops.graphs import check_capturable, graphed
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_by_global_norm
 from funcops.trees import tensors, tree_map_tensors

@@ -23,7 +23,7 @@ from lm.model import described, init, model, model_x
 from torch import Tensor
 
 from funcops import ChainConfig, Needs, WithExtras, chain, checkpoint, donate, random, report
-from funcops.errors import CheckpointError
+from funcops.engine.errors import CheckpointError
 from funcops.lora import adapter, load_adapter, lora_init, lora_needs, merge, save_adapter, with_adapter, with_lora
 from funcops.low_precision import NF4, dense, quantize_weights, with_weight_only
 from funcops.optim import AdamWConfig, AdamWState, adamw_init, adamw_update

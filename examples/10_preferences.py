@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from funcops import ChainConfig, RopeConfig, chain, donate, random
-from funcops.contract.needs import Needs
+from funcops.contract import Needs
+from funcops.engine.residuals.report import report
 from funcops.models import DecoderConfig, SamplingConfig, decoder, decoder_x, generate
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_by_global_norm
-from funcops.residuals.report import report
 
 DIGITS, LENGTH, GROUP = 10, 12, 8
 CFG = DecoderConfig(

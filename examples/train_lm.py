@@ -36,8 +36,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from funcops import CheckpointError, chain, dist, random
-from funcops.contract.op import Op
-from funcops.errors import size_of
+from funcops.contract import Op
+from funcops.engine.errors import size_of
 from funcops.graphs import graphed
 from funcops.low_precision import quantize_params, recipe_init
 from funcops.models import SamplingConfig, generate

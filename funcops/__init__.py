@@ -37,7 +37,6 @@ from types import ModuleType as _ModuleType
 
 from funcops import checkpoint as checkpoint
 from funcops import dist as dist
-from funcops import fused as fused
 from funcops import graphs as graphs
 from funcops import lora as lora
 from funcops import low_precision as low_precision
@@ -45,111 +44,112 @@ from funcops import models as models
 from funcops import nn as nn
 from funcops import optim as optim
 from funcops import precision as precision
-from funcops import random as random
 from funcops import schedule as schedule
 from funcops import testing as testing
-from funcops import trees as trees
 from funcops.adapters.autograd import differentiable as differentiable
 from funcops.adapters.autograd.delayed import delayed_wgrad as delayed_wgrad
 from funcops.adapters.from_function import TorchConfig as TorchConfig
 from funcops.adapters.from_function import op_from_torch as op_from_torch
 from funcops.adapters.profiler import Profile as Profile
 from funcops.adapters.profiler import profile as profile
-from funcops.backend import backend as backend
-from funcops.backend.scopes import named_scope as named_scope
-from funcops.backend.scopes import named_steps as named_steps
-from funcops.compose.add import *
-from funcops.compose.batch import batch_wgrads as batch_wgrads
-from funcops.compose.chain import *
-from funcops.compose.fork import *
-from funcops.compose.identity import *
-from funcops.compose.interleave import *
-from funcops.compose.parallel import *
-from funcops.compose.repeat import *
-from funcops.compose.skip import *
-from funcops.compose.step import Step as Step
-from funcops.compose.vjp import value_and_grad as value_and_grad
-from funcops.compose.vjp import vjp as vjp
-from funcops.contract.checking import checking as checking
-from funcops.contract.needs import Needs as Needs
-from funcops.contract.op import Op as Op
-from funcops.contract.walk import Part as Part
-from funcops.contract.walk import rewrite as rewrite
-from funcops.contract.walk import walk as walk
-from funcops.errors import BorrowedError as BorrowedError
-from funcops.errors import CaptureError as CaptureError
-from funcops.errors import CheckpointError as CheckpointError
-from funcops.errors import CheckpointWriteError as CheckpointWriteError
-from funcops.errors import DonatedError as DonatedError
-from funcops.errors import GradModeError as GradModeError
-from funcops.errors import GraphOrderError as GraphOrderError
-from funcops.errors import LedgerError as LedgerError
-from funcops.errors import StaleResidualError as StaleResidualError
+from funcops.engine import random as random
+from funcops.engine import trees as trees
+from funcops.engine.backend import backend as backend
+from funcops.engine.backend.scopes import named_scope as named_scope
+from funcops.engine.backend.scopes import named_steps as named_steps
+from funcops.engine.compose.add import *
+from funcops.engine.compose.batch import batch_wgrads as batch_wgrads
+from funcops.engine.compose.chain import *
+from funcops.engine.compose.fork import *
+from funcops.engine.compose.identity import *
+from funcops.engine.compose.interleave import *
+from funcops.engine.compose.parallel import *
+from funcops.engine.compose.repeat import *
+from funcops.engine.compose.skip import *
+from funcops.engine.compose.step import Step as Step
+from funcops.engine.compose.vjp import value_and_grad as value_and_grad
+from funcops.engine.compose.vjp import vjp as vjp
+from funcops.engine.contract.checking import checking as checking
+from funcops.engine.contract.needs import Needs as Needs
+from funcops.engine.contract.op import Op as Op
+from funcops.engine.contract.walk import Part as Part
+from funcops.engine.contract.walk import rewrite as rewrite
+from funcops.engine.contract.walk import walk as walk
+from funcops.engine.errors import BorrowedError as BorrowedError
+from funcops.engine.errors import CaptureError as CaptureError
+from funcops.engine.errors import CheckpointError as CheckpointError
+from funcops.engine.errors import CheckpointWriteError as CheckpointWriteError
+from funcops.engine.errors import DonatedError as DonatedError
+from funcops.engine.errors import GradModeError as GradModeError
+from funcops.engine.errors import GraphOrderError as GraphOrderError
+from funcops.engine.errors import LedgerError as LedgerError
+from funcops.engine.errors import StaleResidualError as StaleResidualError
+from funcops.engine.program.explain import explain as explain
+from funcops.engine.program.explain import plan as plan
+from funcops.engine.program.rules import Rule as Rule
+from funcops.engine.program.rules import Saving as Saving
+from funcops.engine.program.rules import register_fusion as register_fusion
+from funcops.engine.program.rules import unregister_fusion as unregister_fusion
+from funcops.engine.residuals import POLICIES as POLICIES
+from funcops.engine.residuals import Compress as Compress
+from funcops.engine.residuals import Drop as Drop
+from funcops.engine.residuals import Ledger as Ledger
+from funcops.engine.residuals import Offload as Offload
+from funcops.engine.residuals import Policy as Policy
+from funcops.engine.residuals import Recompute as Recompute
+from funcops.engine.residuals import Save as Save
+from funcops.engine.residuals import diff as diff
+from funcops.engine.residuals import donate as donate
+from funcops.engine.residuals import pack as pack
+from funcops.engine.residuals import report as report
+from funcops.engine.residuals import unpack as unpack
+from funcops.engine.trees import WithExtras as WithExtras
+from funcops.library import fused as fused
+from funcops.library.ops.activation import *
+from funcops.library.ops.attention import *
+from funcops.library.ops.bias import *
+from funcops.library.ops.bmm import *
+from funcops.library.ops.cast import *
+from funcops.library.ops.causal_conv1d import *
+from funcops.library.ops.cross_entropy import *
+from funcops.library.ops.dropout import *
+from funcops.library.ops.embedding import *
+from funcops.library.ops.experts import *
+from funcops.library.ops.gated_delta_rule import *
+from funcops.library.ops.glu import *
+from funcops.library.ops.group_norm import *
+from funcops.library.ops.grouped_linear import *
+from funcops.library.ops.grouped_qlinear import *
+from funcops.library.ops.l2_norm import *
+from funcops.library.ops.latent_split import *
+from funcops.library.ops.layer_norm import *
+from funcops.library.ops.linear import *
+from funcops.library.ops.linear_cross_entropy import *
+from funcops.library.ops.log_decay import *
+from funcops.library.ops.modulate import *
+from funcops.library.ops.patchify import *
+from funcops.library.ops.permute import *
+from funcops.library.ops.position_embedding import *
+from funcops.library.ops.qattention import *
+from funcops.library.ops.qkv_split import *
+from funcops.library.ops.qlinear import *
+from funcops.library.ops.quantize import *
+from funcops.library.ops.reshape import *
+from funcops.library.ops.rms_norm import *
+from funcops.library.ops.rope import *
+from funcops.library.ops.rope_scaling import *
+from funcops.library.ops.route import *
+from funcops.library.ops.row_scale import *
+from funcops.library.ops.scale import *
+from funcops.library.ops.sink_attention import *
+from funcops.library.ops.softcap import *
+from funcops.library.ops.softmax import *
+from funcops.library.ops.unpermute import *
 from funcops.low_precision.report import quantization_report as quantization_report
 from funcops.memory.fit import Fitted as Fitted
 from funcops.memory.fit import fit as fit
 from funcops.memory.policy import with_policy as with_policy
 from funcops.memory.remat import remat as remat
-from funcops.ops.activation import *
-from funcops.ops.attention import *
-from funcops.ops.bias import *
-from funcops.ops.bmm import *
-from funcops.ops.cast import *
-from funcops.ops.causal_conv1d import *
-from funcops.ops.cross_entropy import *
-from funcops.ops.dropout import *
-from funcops.ops.embedding import *
-from funcops.ops.experts import *
-from funcops.ops.gated_delta_rule import *
-from funcops.ops.glu import *
-from funcops.ops.group_norm import *
-from funcops.ops.grouped_linear import *
-from funcops.ops.grouped_qlinear import *
-from funcops.ops.l2_norm import *
-from funcops.ops.latent_split import *
-from funcops.ops.layer_norm import *
-from funcops.ops.linear import *
-from funcops.ops.linear_cross_entropy import *
-from funcops.ops.log_decay import *
-from funcops.ops.modulate import *
-from funcops.ops.patchify import *
-from funcops.ops.permute import *
-from funcops.ops.position_embedding import *
-from funcops.ops.qattention import *
-from funcops.ops.qkv_split import *
-from funcops.ops.qlinear import *
-from funcops.ops.quantize import *
-from funcops.ops.reshape import *
-from funcops.ops.rms_norm import *
-from funcops.ops.rope import *
-from funcops.ops.rope_scaling import *
-from funcops.ops.route import *
-from funcops.ops.row_scale import *
-from funcops.ops.scale import *
-from funcops.ops.sink_attention import *
-from funcops.ops.softcap import *
-from funcops.ops.softmax import *
-from funcops.ops.unpermute import *
-from funcops.program.explain import explain as explain
-from funcops.program.explain import plan as plan
-from funcops.program.rules import Rule as Rule
-from funcops.program.rules import Saving as Saving
-from funcops.program.rules import register_fusion as register_fusion
-from funcops.program.rules import unregister_fusion as unregister_fusion
-from funcops.residuals import POLICIES as POLICIES
-from funcops.residuals import Compress as Compress
-from funcops.residuals import Drop as Drop
-from funcops.residuals import Ledger as Ledger
-from funcops.residuals import Offload as Offload
-from funcops.residuals import Policy as Policy
-from funcops.residuals import Recompute as Recompute
-from funcops.residuals import Save as Save
-from funcops.residuals import diff as diff
-from funcops.residuals import donate as donate
-from funcops.residuals import pack as pack
-from funcops.residuals import report as report
-from funcops.residuals import unpack as unpack
-from funcops.trees import WithExtras as WithExtras
 
 __version__ = "0.2.0"
 

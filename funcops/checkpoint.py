@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from funcops.contract.digest import digest
-from funcops.errors import CheckpointError as CheckpointError
-from funcops.errors import describe, fail, few, require_flag, require_type, short, unwritten
-from funcops.trees import _by_path, tree_map_with_path
+from funcops.engine.contract.digest import digest
+from funcops.engine.errors import CheckpointError as CheckpointError
+from funcops.engine.errors import describe, fail, few, require_flag, require_type, short, unwritten
+from funcops.engine.trees import _by_path, tree_map_with_path
 
 __all__ = ["CheckpointError", "load", "read_metadata", "save"]
 

@@ -28,9 +28,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.contract.op import config
-from funcops.errors import check, describe, fail, join_path, require, require_device, require_type
-from funcops.trees import PAIRS, _no_pairs, leaf, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
+from funcops.engine.contract.op import config
+from funcops.engine.errors import check, describe, fail, join_path, require, require_device, require_type
+from funcops.engine.trees import PAIRS, _no_pairs, leaf, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
 
 __all__ = ["LossScale", "LossScaleConfig"]
 __all__ += ["all_finite", "join_master", "loss_scale_init", "loss_scale_update", "nonfinite", "select_step", "split_master"]

@@ -2,7 +2,7 @@
 
     python tests/new_op.py square          makes the files below, and tells what to change in them
 
-It makes funcops/kernels/NAME.py, funcops/kernels/triton/NAME.py, funcops/ops/NAME.py and tests/cases/NAME.py, adds the lines that
+It makes kernels/NAME.py, kernels/triton/NAME.py and ops/NAME.py in funcops/library, and tests/cases/NAME.py, adds the lines that
 name the operator, and writes the tables of kernels and of defaults anew (a minute). `make test` passes at once, as the copy still
 computes y = c tanh(x / c): put your own math, and your own reference in the cases, in its place.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("funcops/kernels/{}.py", "funcops/kernels/triton/{}.py", "funcops/ops/{}.py", "tests/cases/{}.py")
+FILES = ("funcops/library/kernels/{}.py", "funcops/library/kernels/triton/{}.py", "funcops/library/ops/{}.py", "tests/cases/{}.py")
 OLD, GROUP, WIDTH, INDENT = "softcap", "    pointwise        ", 110, " " * 21
 NEXT = """Now put your operator in the place of the copied one:
   1. the formula and the kernel: {0} and {1}
@@ -77,8 +77,8 @@ def edit(path: Path, change: Callable[[str], str]) -> None:
 def imported(text: str, name: str) -> str:
     """The text of the package's face with the import of the operator, among its sorted lines."""
     lines = text.splitlines(keepends=True)
-    new = f"from funcops.ops.{name} import *\n"
-    at = next(i for i, line in enumerate(lines) if line.startswith("from funcops.ops.") and line > new)
+    new = f"from funcops.library.ops.{name} import *\n"
+    at = next(i for i, line in enumerate(lines) if line.startswith("from funcops.library.ops.") and line > new)
     return "".join([*lines[:at], new, *lines[at:]])
 
 

@@ -14,16 +14,16 @@ from train_runs import TINY, losses, run
 from benchmarks import kernels
 from benchmarks.kernel_calls import Maker, families
 from funcops import WithExtras, chain, random, with_policy
-from funcops.backend import backend, gemm
-from funcops.formats import FORMATS, Format, quantize_tensor, turned
-from funcops.kernels import cross_entropy, norm, pointwise, quantize
-from funcops.kernels.scaled_mm import scaled_mm
+from funcops.engine.backend import backend, gemm
+from funcops.engine.trees import leaves, tensors, tree_map_tensors
+from funcops.library.formats import FORMATS, Format, quantize_tensor, turned
+from funcops.library.kernels import cross_entropy, norm, pointwise, quantize
+from funcops.library.kernels.scaled_mm import scaled_mm
+from funcops.library.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.models.blocks import gpt2_block_config
-from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.testing import LAWS
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close, relative
-from funcops.trees import leaves, tensors, tree_map_tensors
 
 pytest.importorskip("triton")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it, before CUDA is used

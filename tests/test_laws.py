@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from law_cases import CASES, CONFIGS, FIRST, MODULES, turns
 
 import funcops
-from funcops.contract.op import Op
+from funcops.engine.contract.op import Op
 from funcops.testing import LAWS
 from funcops.testing.checks import float_like
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import COLLECTED
 
 import funcops
-from funcops.contract.op import Op
+from funcops.engine.contract.op import Op
 from funcops.testing import LAWS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measure import BenchError
 from benchmarks.traffic.calls import RequestedLaunch, intercepted
 from benchmarks.traffic.interpret import interpreting, python
-from funcops.trees import leaves
+from funcops.engine.trees import leaves
 
 PROCESSORS, CACHE, SMALL, SECTOR = 132, 50_000_000, 2 * 2**20, 32  # an H100's multiprocessors and level-2 cache; bytes
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.traffic.ours import Case
-from funcops.kernels import glu
-from funcops.kernels.activation import ACTIVATIONS
+from funcops.library.kernels import glu
+from funcops.library.kernels.activation import ACTIVATIONS
 
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
 KINDS = (*ACTS, "swiglu", "geglu_tanh")  # the others are alike

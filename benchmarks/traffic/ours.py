@@ -12,10 +12,10 @@ from torch import Tensor
 from benchmarks.kernel_calls import KernelCall, Maker, kernel_calls
 from benchmarks.norms import norms
 from benchmarks.traffic.calls import RequestedLaunch, fingerprint_of, intercepted
-from funcops.backend import backend
-from funcops.kernels import cross_entropy as declared_loss
-from funcops.kernels.norm import sum_parts
-from funcops.trees import leaves, nbytes, tree_map
+from funcops.engine.backend import backend
+from funcops.engine.trees import leaves, nbytes, tree_map
+from funcops.library.kernels import cross_entropy as declared_loss
+from funcops.library.kernels.norm import sum_parts
 
 LONG_AND_ODD = (2048, 32768), (8192, 4099)  # more rows of norms than `kernel_calls` has
 # a rotary table has cos, sin and -sin, each twice: a call needs cos and sin once; new weights are written only

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from funcops import chain, fit, quantization_report, report, with_policy
-from funcops.contract.op import Op
-from funcops.errors import size_of
+from funcops.contract import Op
+from funcops.engine.errors import size_of
+from funcops.engine.residuals.report import Report
 from funcops.low_precision import QuantizationReport, quantize_params
-from funcops.residuals.report import Report
 from funcops.trees import cast
 from lm.model import left_out, model, model_x
 from lm.ranks import Ranks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcops import ChainConfig, WithExtras, chain, chain_fwd, dist, models, random
 from funcops.adapters.pipelining import Pipeline
-from funcops.contract.needs import Needs
+from funcops.contract import Needs
 from funcops.dist import Mesh, parallel
 from funcops.low_precision import quantize_params
 from funcops.models import DecoderConfig

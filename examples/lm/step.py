@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from funcops import ChainConfig, WithExtras, chain_fwd, donate, named_scope
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op
+from funcops.contract import Needs, Op
 from funcops.low_precision import Recipe, end_step, quantize_params
 from funcops.models import DecoderConfig
 from funcops.precision import select_step

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcops.contract.marks import version
-from funcops.trees import tensors
+from funcops.engine.contract.marks import version
+from funcops.engine.trees import tensors
 
 LOWER, FLOAT32 = "lower", "float32"  # autocast's lists: products, and operators that lose too much precision in 16 bits
 CAST = (torch.float32, torch.bfloat16, torch.float16)  # float64 is not cast

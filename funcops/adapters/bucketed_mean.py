@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.errors import require
-from funcops.trees import tensors
+from funcops.engine.errors import require
+from funcops.engine.trees import tensors
 
 
 class BucketedMean:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcops.backend.source import exact
-from funcops.errors import join_path
-from funcops.residuals.nested import Nested
-from funcops.trees import FIELDS
+from funcops.engine.backend.source import exact
+from funcops.engine.errors import join_path
+from funcops.engine.residuals.nested import Nested
+from funcops.engine.trees import FIELDS
 
 
 class TensorIndex(NamedTuple):

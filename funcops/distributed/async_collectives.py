@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from funcops.contract.marks import Gone
-from funcops.contract.needs import Needs
-from funcops.contract.schema import WGRAD, Pending, saved, static
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides, check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.errors import DonatedError, StaleResidualError, describe, fail, require_type, stale
+from funcops.engine.contract.marks import Gone
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.schema import WGRAD, Pending, saved, static
+from funcops.engine.errors import DonatedError, StaleResidualError, describe, fail, require_type, stale
 
 
 class Flight(Pending):

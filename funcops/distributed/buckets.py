@@ -17,8 +17,8 @@ from torch import Tensor
 
 from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.errors import FLOATS, describe, fail, join_path, require_count
-from funcops.trees import paths
+from funcops.engine.errors import FLOATS, describe, fail, join_path, require_count
+from funcops.engine.trees import paths
 
 BUCKET_BYTES = 25 * 2**20
 _ALIGNED = 16  # elements: a leaf starts where kernels can read several at once

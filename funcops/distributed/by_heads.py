@@ -12,7 +12,7 @@ from torch import Tensor
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
 from funcops.distributed.zigzag import rezigzag, unzigzag
-from funcops.errors import fail
+from funcops.engine.errors import fail
 
 
 class Kept(NamedTuple):

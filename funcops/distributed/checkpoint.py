@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.contract.digest import digest
 from funcops.distributed import comm
 from funcops.distributed.boxes import Box, own_boxes
 from funcops.distributed.checkpoint_files import LONGEST, Part, check_files, check_same, folder_of, stamp
@@ -35,7 +34,8 @@ from funcops.distributed.checkpoint_index import INDEX, Key, Leaf, read_index, s
 from funcops.distributed.checkpoint_shards import DATA, checksum, read_tensors
 from funcops.distributed.mesh import Mesh
 from funcops.distributed.specs import PIPELINE, WHOLE, Spec, Specs, check_own, is_leaf, specs_by_path, whole_shape
-from funcops.errors import (
+from funcops.engine.contract.digest import digest
+from funcops.engine.errors import (
     CheckpointError,
     CheckpointWriteError,
     DonatedError,
@@ -47,9 +47,9 @@ from funcops.errors import (
     short,
     unwritten,
 )
+from funcops.engine.trees import _by_path as leaves_by_path
+from funcops.engine.trees import elements, paths, with_leaves
 from funcops.optim.quantized_state import decoded, encoded_like, wide_like
-from funcops.trees import _by_path as leaves_by_path
-from funcops.trees import elements, paths, with_leaves
 
 T = TypeVar("T")
 R = TypeVar("R")

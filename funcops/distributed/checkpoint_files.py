@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from funcops.distributed.checkpoint_index import INDEX
-from funcops.errors import CheckpointError, fail, few
+from funcops.engine.errors import CheckpointError, fail, few
 
 try:
     import fcntl

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcops.errors import CheckpointError, fail
+from funcops.engine.errors import CheckpointError, fail
 
 INDEX = ".metadata"  # torch's name of it
 MARK = b"\nfuncops checksums: "

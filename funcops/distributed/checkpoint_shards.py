@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from funcops.checkpoint import SMALL
-from funcops.contract.digest import digest
 from funcops.distributed.boxes import Box
 from funcops.distributed.checkpoint_files import check_files
 from funcops.distributed.checkpoint_index import Chunk, Index, Leaf
-from funcops.errors import CheckpointError, describe, fail, short
+from funcops.engine.contract.digest import digest
+from funcops.engine.errors import CheckpointError, describe, fail, short
 
 DATA = (bool, int, float, str)  # the types of leaves that are not tensors
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from funcops.distributed.mesh import Axis
-from funcops.errors import FLOATS, Dtypes, Shape, check, describe, fail, require, require_type
+from funcops.engine.errors import FLOATS, Dtypes, Shape, check, describe, fail, require, require_type
 
 _WRAPPED = {
     "AsyncCollectiveTensor": "wait for it first (.wait()), or use funcops.dist.gather_start",

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from funcops.backend.declare import tracing, watched
 from funcops.distributed.mesh import Axis
-from funcops.errors import fail
+from funcops.engine.backend.declare import tracing, watched
+from funcops.engine.errors import fail
 
 if torch.distributed.is_available():
     import torch.distributed._functional_collectives  # noqa: F401  registers their meta kernels

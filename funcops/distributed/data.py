@@ -19,10 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.backend import wide
-from funcops.contract.accumulators import check_into
-from funcops.contract.needs import Needs
-from funcops.contract.schema import WGRAD, saved, static
 from funcops.distributed.async_collectives import (
     Flight,
     InFlight,
@@ -37,8 +33,12 @@ from funcops.distributed.checks import require_axis
 from funcops.distributed.comm import place
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.specs import Spec, Specs, check_own, is_leaf, specs_by_path
-from funcops.errors import fail, in_step, join_path, require, require_dtype, require_flag, require_type
-from funcops.trees import flatten, paths, unflatten
+from funcops.engine.backend import wide
+from funcops.engine.contract.accumulators import check_into
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.schema import WGRAD, saved, static
+from funcops.engine.errors import fail, in_step, join_path, require, require_dtype, require_flag, require_type
+from funcops.engine.trees import flatten, paths, unflatten
 
 _HERE = Axis("here", 1, 0)
 # from a received tensor to the next communication or, at last, to the result; a tracer does not support generators

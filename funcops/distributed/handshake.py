@@ -21,8 +21,8 @@ from funcops.distributed import comm
 from funcops.distributed.agreement import Entry, deadlock, difference
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.watch import Watch
-from funcops.errors import require, require_callable, require_type, short
-from funcops.trees import tensors, tree_map_tensors
+from funcops.engine.errors import require, require_callable, require_type, short
+from funcops.engine.trees import tensors, tree_map_tensors
 
 if torch.distributed.is_available():
     from torch.distributed._functional_collectives import AsyncCollectiveTensor as _Waiting  # waits when an operator reads it

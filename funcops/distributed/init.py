@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops import random
-from funcops.compose.step import check_body
-from funcops.contract.op import Op
-from funcops.contract.walk import nested, steps
 from funcops.distributed.boxes import own_runs
 from funcops.distributed.buckets import part_shape
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.specs import WHOLE, Ranges, Spec, Specs, by_elements, own_ranges, specs_by_path, take, whole_shape, within
-from funcops.errors import fail, join_path, require, require_callable, require_device, require_dtype
-from funcops.program.values import abstract_params
-from funcops.trees import at, has, leaves, paths, tree_map_with_path
+from funcops.engine import random
+from funcops.engine.compose.step import check_body
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.walk import nested, steps
+from funcops.engine.errors import fail, join_path, require, require_callable, require_device, require_dtype
+from funcops.engine.program.values import abstract_params
+from funcops.engine.trees import at, has, leaves, paths, tree_map_with_path
 
 T = TypeVar("T")
 PartOf = Callable[[str, Sequence[int]], "tuple[Spec, Mesh]"]  # (path, shape) of a leaf -> how it is sharded
@@ -37,7 +37,7 @@ class _Uses(TorchDispatchMode):
     """Notes which tensors are stacks of others along dimension 0, as for the layers of a repeat, and which of the tensors on the
     meta device have changed since they were made: `t.data[0] = 0` counts as no version of t, and `t.data = u` has other memory."""
 
-    runs = True  # see funcops.backend.declare.tracing
+    runs = True  # see funcops.engine.backend.declare.tracing
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,9 +15,9 @@ from dataclasses import field
 from datetime import timedelta
 from typing import Any
 
-from funcops.backend.select import launched
-from funcops.contract.op import config
-from funcops.errors import describe, fail, require, require_count, require_type
+from funcops.engine.backend.select import launched
+from funcops.engine.contract.op import config
+from funcops.engine.errors import describe, fail, require, require_count, require_type
 
 
 @config

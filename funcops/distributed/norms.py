@@ -16,7 +16,7 @@ from funcops.distributed.data import axes_by_path, axes_of
 from funcops.distributed.handshake import known_to_all
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.specs import Spec
-from funcops.errors import check, fail, require_device, require_type
+from funcops.engine.errors import check, fail, require_device, require_type
 
 _NONE: Mapping[str, tuple[Axis, ...]] = {}
 

@@ -16,10 +16,6 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from funcops.compose.step import Step
-from funcops.contract.configs import Composite, fields_of
-from funcops.contract.op import Op
-from funcops.contract.walk import Inside, Part, remade, rewrite
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.ops._linear import require_overlap
 from funcops.distributed.ops.column_linear import column_linear
@@ -38,21 +34,25 @@ from funcops.distributed.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.distributed.ops.vocab_embedding import vocab_embedding
 from funcops.distributed.ops.vocab_linear_cross_entropy import vocab_linear_cross_entropy
 from funcops.distributed.specs import PIPELINE
-from funcops.errors import describe, fail, in_step, join_path, require, require_flag, require_type
+from funcops.engine.compose.step import Step
+from funcops.engine.contract.configs import Composite, fields_of
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.walk import Inside, Part, remade, rewrite
+from funcops.engine.errors import describe, fail, in_step, join_path, require, require_flag, require_type
+from funcops.library.ops.attention import AttentionConfig, attention
+from funcops.library.ops.cross_entropy import CrossEntropyConfig, cross_entropy
+from funcops.library.ops.dropout import DropoutConfig, dropout
+from funcops.library.ops.embedding import EmbeddingConfig, embedding
+from funcops.library.ops.expert_steps import ExpertStepsConfig, expert_steps
+from funcops.library.ops.experts import ExpertsConfig, experts
+from funcops.library.ops.latent_split import LatentSplitConfig, latent_split
+from funcops.library.ops.linear import LinearConfig, linear
+from funcops.library.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
+from funcops.library.ops.low_rank import LowRankConfig, low_rank
+from funcops.library.ops.qlinear import QLinearConfig, qlinear
+from funcops.library.ops.rope import RopeConfig, rope
+from funcops.library.ops.sink_attention import SinkAttentionConfig, sink_attention
 from funcops.lora.rewrite import ADAPTER, INSIDE, is_adapted
-from funcops.ops.attention import AttentionConfig, attention
-from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
-from funcops.ops.dropout import DropoutConfig, dropout
-from funcops.ops.embedding import EmbeddingConfig, embedding
-from funcops.ops.expert_steps import ExpertStepsConfig, expert_steps
-from funcops.ops.experts import ExpertsConfig, experts
-from funcops.ops.latent_split import LatentSplitConfig, latent_split
-from funcops.ops.linear import LinearConfig, linear
-from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
-from funcops.ops.low_rank import LowRankConfig, low_rank
-from funcops.ops.qlinear import QLinearConfig, qlinear
-from funcops.ops.rope import RopeConfig, rope
-from funcops.ops.sink_attention import SinkAttentionConfig, sink_attention
 
 Rule = str | Callable[[Op, Any], tuple[Op, Any]]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
-from funcops.kernels import pointwise
+from funcops.library.kernels import pointwise
 
 T = TypeVar("T")
 

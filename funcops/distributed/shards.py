@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.contract.needs import Needs
-from funcops.contract.schema import WGRAD, saved, static
 from funcops.distributed import comm
 from funcops.distributed.async_collectives import Flight, finish, gather_start
 from funcops.distributed.buckets import BUCKET_BYTES, Kind, float_leaves, part_shape, plan, require_bytes
 from funcops.distributed.checks import require_axis
 from funcops.distributed.mesh import Axis
-from funcops.errors import check, describe, fail, in_step, join_path
-from funcops.trees import flatten, paths, same_structure, tree_map_tensors, unflatten, with_leaves
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.schema import WGRAD, saved, static
+from funcops.engine.errors import check, describe, fail, in_step, join_path
+from funcops.engine.trees import flatten, paths, same_structure, tree_map_tensors, unflatten, with_leaves
 
 T = TypeVar("T")
 

@@ -20,16 +20,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.contract.op import config
 from funcops.distributed import comm
 from funcops.distributed.async_collectives import finish, sum_over_start
 from funcops.distributed.buckets import part_shape
 from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.shards import own_part
-from funcops.errors import describe, fail, require, require_type
+from funcops.engine.contract.op import config
+from funcops.engine.errors import describe, fail, require, require_type
+from funcops.engine.trees import paths, tree_map_with_path, with_leaves
 from funcops.optim.quantized_state import coded_paths
-from funcops.trees import paths, tree_map_with_path, with_leaves
 
 T = TypeVar("T")
 PIPELINE = "pp"  # the axis along which ranks have different leaves

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from funcops.compose.chain import ChainConfig
-from funcops.compose.joints import Made, joint_by_ops, register_joint
-from funcops.contract.op import Op
-from funcops.contract.walk import Inside, Part, rewrite, walk
 from funcops.distributed.buckets import BUCKET_BYTES
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops.sharded import ShardedConfig, sharded
 from funcops.distributed.ops.vocab_cross_entropy import vocab_cross_entropy
-from funcops.errors import in_step, require_flag, require_type
-from funcops.ops.cross_entropy import cross_entropy
-from funcops.ops.softcap import softcap
-from funcops.program.values import has_params
+from funcops.engine.compose.chain import ChainConfig
+from funcops.engine.compose.joints import Made, joint_by_ops, register_joint
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.walk import Inside, Part, rewrite, walk
+from funcops.engine.errors import in_step, require_flag, require_type
+from funcops.engine.program.values import has_params
+from funcops.library.ops.cross_entropy import cross_entropy
+from funcops.library.ops.softcap import softcap
 
 
 def zero3(

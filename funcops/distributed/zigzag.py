@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcops.distributed.mesh import Axis
-from funcops.errors import describe, fail, require, require_count, require_device, require_type
+from funcops.engine.errors import describe, fail, require, require_count, require_device, require_type
 
 
 def zigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:

@@ -11,12 +11,12 @@ An adapted linear at path p has its own params at p.both.base and a, b at p.both
 `load_adapter`. Source: LoRA, arXiv 2106.09685.
 """
 
+from funcops.library.ops.low_rank import LowRankConfig, LowRankParams, low_rank
 from funcops.lora.files import load_adapter, save_adapter
 from funcops.lora.from_folder import with_adapter_of
 from funcops.lora.params import adapter, lora_init, lora_needs, merge, unmerge, with_adapter
 from funcops.lora.rewrite import with_lora
 from funcops.lora.settings import ParameterOf, RowsOf
-from funcops.ops.low_rank import LowRankConfig, LowRankParams, low_rank
 
 __all__ = ["LowRankConfig", "LowRankParams", "ParameterOf", "RowsOf"]
 __all__ += ["adapter", "load_adapter", "lora_init", "lora_needs", "low_rank"]

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from funcops import checkpoint
-from funcops.contract.walk import ties
-from funcops.errors import FLOATS, CheckpointError, describe, fail, few, join_path, require, require_dtype, require_type
+from funcops.engine.contract.walk import ties
+from funcops.engine.errors import FLOATS, CheckpointError, describe, fail, few, join_path, require, require_dtype, require_type
+from funcops.engine.trees import at, tree_map
+from funcops.library.ops.low_rank import LowRankParams
 from funcops.lora.params import adapted, adapter, with_adapter
 from funcops.lora.rewrite import INSIDE, AdaptedLinear
 from funcops.lora.settings import (
@@ -47,8 +49,6 @@ from funcops.lora.settings import (
     of_targets,
     read_settings,
 )
-from funcops.ops.low_rank import LowRankParams
-from funcops.trees import at, tree_map
 
 Modules = dict[tuple[str, tuple[int, ...]], tuple[Module, ...]]  # by a linear's path, and the index of its layer
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from funcops import checkpoint
-from funcops.contract.configs import require_config
-from funcops.contract.walk import nested
-from funcops.errors import CheckpointError, fail, few, join_path, require_type
+from funcops.engine.contract.configs import require_config
+from funcops.engine.contract.walk import nested
+from funcops.engine.errors import CheckpointError, fail, few, join_path, require_type
+from funcops.library.ops.low_rank import adapter_of
 from funcops.lora.rewrite import is_adapted, with_lora
 from funcops.lora.settings import (
     CONFIG,
@@ -33,7 +34,6 @@ from funcops.lora.settings import (
     of_targets,
     read_settings,
 )
-from funcops.ops.low_rank import adapter_of
 
 Shape = tuple[int, float]  # the rank of an adapter, and its factor
 

@@ -10,20 +10,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops import random
-from funcops.backend import wide
-from funcops.contract.configs import Composite, found_once
-from funcops.contract.needs import Mask, Needs
-from funcops.contract.walk import steps, ties
-from funcops.errors import FLOATS, check, describe, differing, fail, join_path, require_dtype, require_type
-from funcops.formats.scaled import unscaled
+from funcops.engine import random
+from funcops.engine.backend import wide
+from funcops.engine.contract.configs import Composite, found_once
+from funcops.engine.contract.needs import Mask, Needs
+from funcops.engine.contract.walk import steps, ties
+from funcops.engine.errors import FLOATS, check, describe, differing, fail, join_path, require_dtype, require_type
+from funcops.engine.random import check_key
+from funcops.engine.trees import at, has, paths, put, replace, stands_for_one, tensors, tree_map
+from funcops.library.formats.scaled import unscaled
+from funcops.library.ops.embedding import EmbeddingParams
+from funcops.library.ops.grouped_linear import GroupedLinearParams
+from funcops.library.ops.linear import LinearParams
+from funcops.library.ops.low_rank import LowRankParams
 from funcops.lora.rewrite import ADAPTER, BASE, BOTH, INSIDE, LORA, SUM, AdaptedLinear, adapted_linears
-from funcops.ops.embedding import EmbeddingParams
-from funcops.ops.grouped_linear import GroupedLinearParams
-from funcops.ops.linear import LinearParams
-from funcops.ops.low_rank import LowRankParams
-from funcops.random import check_key
-from funcops.trees import at, has, paths, put, replace, stands_for_one, tensors, tree_map
 
 T = TypeVar("T")
 

@@ -7,21 +7,21 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from funcops.compose.add import AddConfig, add
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.parallel import ParallelConfig, parallel
-from funcops.compose.step import Step
-from funcops.contract.configs import Composite, fields_of, require_config
-from funcops.contract.op import Op
-from funcops.contract.walk import Inside, Part, check_globs, matches, nested, rewrite
-from funcops.errors import describe, fail, in_step, join_path, require, require_count, require_number, require_type
-from funcops.ops import grouped_low_rank as grouped_low_rank  # enters the layers of experts
-from funcops.ops import low_rank_embedding as low_rank_embedding  # enters embeddings
-from funcops.ops.embedding import EmbeddingConfig, embedding
-from funcops.ops.expert_steps import by_steps
-from funcops.ops.linear import LinearConfig, linear
-from funcops.ops.low_rank import Adapter, LowRankConfig, adapter_of
-from funcops.ops.qlinear import QLinearConfig, qlinear
+from funcops.engine.compose.add import AddConfig, add
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.parallel import ParallelConfig, parallel
+from funcops.engine.compose.step import Step
+from funcops.engine.contract.configs import Composite, fields_of, require_config
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.walk import Inside, Part, check_globs, matches, nested, rewrite
+from funcops.engine.errors import describe, fail, in_step, join_path, require, require_count, require_number, require_type
+from funcops.library.ops import grouped_low_rank as grouped_low_rank  # enters the layers of experts
+from funcops.library.ops import low_rank_embedding as low_rank_embedding  # enters embeddings
+from funcops.library.ops.embedding import EmbeddingConfig, embedding
+from funcops.library.ops.expert_steps import by_steps
+from funcops.library.ops.linear import LinearConfig, linear
+from funcops.library.ops.low_rank import Adapter, LowRankConfig, adapter_of
+from funcops.library.ops.qlinear import QLinearConfig, qlinear
 
 BOTH, BASE, LORA, SUM = "both", "base", "lora", "sum"  # the names of an adapted linear's parts
 INSIDE, ADAPTER = join_path(BOTH, BASE), join_path(BOTH, LORA)

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
-from funcops.errors import CheckpointError, describe, fail, few, require, require_count, require_type
+from funcops.engine.errors import CheckpointError, describe, fail, few, require, require_count, require_type
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ path that the caller keeps; its amaxes come back with the gradients. In parts:
     state = recipe_update(state, amaxes, recipe)                      # the first: recipe_init(cfg, params, amaxes=amaxes)
 """
 
-from funcops.formats import NF4, Format, NF4Tensor, QTensor, QWeight, dense, quantize_tensor
-from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
-from funcops.formats.scaled import Scaled
+from funcops.library.formats import NF4, Format, NF4Tensor, QTensor, QWeight, dense, quantize_tensor
+from funcops.library.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
+from funcops.library.formats.scaled import Scaled
 from funcops.low_precision.delayed import ScaleState, recipe_init, recipe_update, split_amaxes
 from funcops.low_precision.params import gradients_like, quantize_params, with_keys
 from funcops.low_precision.report import LinearErrors, Operand, QuantizationReport, quantization_report

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import require_config
-from funcops.errors import check, describe, fail, few, require, require_callable, require_type
-from funcops.formats.recipes import Fp8Delayed
-from funcops.formats.scaled import amaxes_of, unscaled
-from funcops.kernels.quantize import ELEMENTS
+from funcops.engine.contract.configs import require_config
+from funcops.engine.errors import check, describe, fail, few, require, require_callable, require_type
+from funcops.engine.trees import leaf, paths, tree
+from funcops.library.formats.recipes import Fp8Delayed
+from funcops.library.formats.scaled import amaxes_of, unscaled
+from funcops.library.kernels.quantize import ELEMENTS
+from funcops.library.ops.qlinear import QLinearConfig
 from funcops.low_precision.weights import check_paths, recipe_weights
-from funcops.ops.qlinear import QLinearConfig
-from funcops.trees import leaf, paths, tree
 
 T = TypeVar("T")
 

@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops import random
-from funcops.backend import wide
-from funcops.contract.configs import require_config
-from funcops.contract.needs import Needs, check_needs
-from funcops.errors import check, few, require, require_dtype, require_type
-from funcops.formats import QWeight, quantized_weight, turned, zero_gradient
-from funcops.formats.recipes import TO_ROUND, Recipe
-from funcops.formats.scaled import Scaled
-from funcops.kernels.quantize import amax
+from funcops.engine import random
+from funcops.engine.backend import wide
+from funcops.engine.contract.configs import require_config
+from funcops.engine.contract.needs import Needs, check_needs
+from funcops.engine.errors import check, few, require, require_dtype, require_type
+from funcops.engine.trees import Aside, at, cast, constant_paths, put, replace, stands_for_one, tree_map, tree_map_with_path
+from funcops.library.formats import QWeight, quantized_weight, turned, zero_gradient
+from funcops.library.formats.recipes import TO_ROUND, Recipe
+from funcops.library.formats.scaled import Scaled
+from funcops.library.kernels.quantize import amax
+from funcops.library.ops._low_operands import scaled_tensor
 from funcops.low_precision.delayed import ScaleState, check_state
 from funcops.low_precision.weights import each_layer, low_steps, recipe_weights
-from funcops.ops._low_operands import scaled_tensor
-from funcops.trees import Aside, at, cast, constant_paths, put, replace, stands_for_one, tree_map, tree_map_with_path
 
 T = TypeVar("T")
 

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops import random
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.parallel import ParallelConfig, parallel
-from funcops.compose.repeat import RepeatConfig, repeat
-from funcops.compose.skip import SkipConfig, skip
-from funcops.contract.op import Op
-from funcops.contract.walk import Inside, Part, rewrite, steps
-from funcops.errors import (
+from funcops.engine import random
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.parallel import ParallelConfig, parallel
+from funcops.engine.compose.repeat import RepeatConfig, repeat
+from funcops.engine.compose.skip import SkipConfig, skip
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.walk import Inside, Part, rewrite, steps
+from funcops.engine.errors import (
     check,
     describe,
     fail,
@@ -35,17 +35,17 @@ from funcops.errors import (
     require_flag,
     require_number,
 )
-from funcops.formats import Format, QTensor, quantize_tensor, turned
-from funcops.formats.recipes import OPERANDS, low_form_of, require_recipe
-from funcops.kernels.grouped import gathered, groups_of
-from funcops.kernels.quantize import HADAMARD
+from funcops.engine.trees import WithExtras, tensors
+from funcops.library.formats import Format, QTensor, quantize_tensor, turned
+from funcops.library.formats.recipes import OPERANDS, low_form_of, require_recipe
+from funcops.library.kernels.grouped import gathered, groups_of
+from funcops.library.kernels.quantize import HADAMARD
+from funcops.library.ops.expert_steps import by_steps
+from funcops.library.ops.experts import ExpertsConfig, experts
+from funcops.library.ops.grouped_linear import GroupedLinearConfig, GroupedLinearPending, GroupedLinearResiduals, grouped_linear
+from funcops.library.ops.linear import LinearConfig, LinearPending, LinearResiduals, linear
 from funcops.low_precision.total import WHERE, AddedErrors, ModelErrors, Place, WideLayers, places
 from funcops.memory.policy import with_policy
-from funcops.ops.expert_steps import by_steps
-from funcops.ops.experts import ExpertsConfig, experts
-from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearPending, GroupedLinearResiduals, grouped_linear
-from funcops.ops.linear import LinearConfig, LinearPending, LinearResiduals, linear
-from funcops.trees import WithExtras, tensors
 
 OPS: dict[type, Op] = {
     ChainConfig: chain,
@@ -181,7 +181,7 @@ class QuantizationReport:
         """Plot the errors of y, dx and dw as three bars for each layer, with `total` what each adds to the error of the model's
         gradients. Returns matplotlib's figure, and writes it to `path` (PNG, SVG, ...) if given. Raises `ImportError` without
         matplotlib (the extra `examples`)."""
-        from funcops.residuals.picture import grouped_bars
+        from funcops.engine.residuals.picture import grouped_bars
 
         errors: list[tuple[str, Any]] = [(row.path, row if self._total is None else row.adds) for row in self.rows]
         bars = {path: {"y": one.y, "dx": one.dx, "dw": one.dw} for path, one in errors if one is not None}

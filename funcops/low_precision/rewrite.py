@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from funcops.contract.configs import require_config
-from funcops.contract.op import Op
-from funcops.contract.walk import Part, check_globs, check_selection, matches, remade, rewrite, shared_layers, steps
-from funcops.errors import fail, few, in_step, require
-from funcops.formats.recipes import LOW_ATTENTION, LowForm, Recipe, low_form_of, require_recipe
+from funcops.engine.contract.configs import require_config
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.walk import Part, check_globs, check_selection, matches, remade, rewrite, shared_layers, steps
+from funcops.engine.errors import fail, few, in_step, require
+from funcops.library.formats.recipes import LOW_ATTENTION, LowForm, Recipe, low_form_of, require_recipe
+from funcops.library.ops.expert_steps import by_steps
 from funcops.low_precision.report import layers
 from funcops.low_precision.weights import low_steps
-from funcops.ops.expert_steps import by_steps
 
 
 def with_recipe(

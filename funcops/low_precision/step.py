@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.backend import wide
-from funcops.contract.configs import require_config
-from funcops.contract.needs import Needs
-from funcops.errors import few, require, require_callable, require_type
+from funcops.engine.backend import wide
+from funcops.engine.contract.configs import require_config
+from funcops.engine.contract.needs import Needs
+from funcops.engine.errors import few, require, require_callable, require_type
 from funcops.low_precision.delayed import ScaleState, check_amaxes, check_state, recipe_init, split_amaxes, updated
 from funcops.low_precision.params import accumulators, working_tree
 from funcops.low_precision.weights import low_steps

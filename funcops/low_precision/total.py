@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved
-from funcops.contract.walk import check_selection, matches, nested, rewrite, steps
-from funcops.errors import fail, few, join_path, require
-from funcops.formats.recipes import Recipe, low_form_of
-from funcops.formats.scaled import Scaled
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.engine.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved
+from funcops.engine.contract.walk import check_selection, matches, nested, rewrite, steps
+from funcops.engine.errors import fail, few, join_path, require
+from funcops.engine.trees import at, leaf, put, replace, tensors, tree
+from funcops.library.formats.recipes import Recipe, low_form_of
+from funcops.library.formats.scaled import Scaled
 from funcops.low_precision.params import quantize_params
-from funcops.trees import at, leaf, put, replace, tensors, tree
 
 WHERE = "quantization_report"
 

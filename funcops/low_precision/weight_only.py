@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from funcops.contract.by_config import class_by
-from funcops.contract.configs import require_config
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op, wrap
-from funcops.contract.schema import open_node
-from funcops.contract.walk import Part, check_selection, matches, rewrite, steps, ties
-from funcops.errors import FLOATS, describe, fail, join_path, require_type
-from funcops.formats import NF4, Format, NF4Tensor, QTensor, nf4_tensor, quantize_tensor, stacked
+from funcops.engine.contract.by_config import class_by
+from funcops.engine.contract.configs import require_config
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op, wrap
+from funcops.engine.contract.schema import open_node
+from funcops.engine.contract.walk import Part, check_selection, matches, rewrite, steps, ties
+from funcops.engine.errors import FLOATS, describe, fail, join_path, require_type
+from funcops.engine.trees import at, has, put
+from funcops.library.formats import NF4, Format, NF4Tensor, QTensor, nf4_tensor, quantize_tensor, stacked
 from funcops.low_precision.weights import each_layer
-from funcops.trees import at, has, put
 
 T = TypeVar("T")
 WeightFormat = Format | NF4

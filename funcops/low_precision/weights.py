@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.contract.configs import found_once
-from funcops.contract.walk import steps, ties
-from funcops.errors import describe, fail, few, join_path, require, require_type
-from funcops.ops.qlinear import QLinearConfig
-from funcops.trees import at, has
+from funcops.engine.contract.configs import found_once
+from funcops.engine.contract.walk import steps, ties
+from funcops.engine.errors import describe, fail, few, join_path, require, require_type
+from funcops.engine.trees import at, has
+from funcops.library.ops.qlinear import QLinearConfig
 
 
 def low_steps(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:

@@ -16,19 +16,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from funcops.compose.step import check_body
-from funcops.contract.needs import Mask, Needs
-from funcops.contract.op import Op, wrap
-from funcops.contract.walk import Inside, Part, nested, rewrite
-from funcops.errors import in_html, join_path, on_screen, require, require_dtype, require_type, size_of
-from funcops.formats.working import working_like
+from funcops.engine.compose.step import check_body
+from funcops.engine.contract.needs import Mask, Needs
+from funcops.engine.contract.op import Op, wrap
+from funcops.engine.contract.walk import Inside, Part, nested, rewrite
+from funcops.engine.errors import in_html, join_path, on_screen, require, require_dtype, require_type, size_of
+from funcops.engine.program.values import abstract_params
+from funcops.engine.residuals.policy import POLICIES, Policy, Recompute
+from funcops.engine.residuals.report import kept_values, storage_of
+from funcops.engine.trees import fake, tensors, tree_map, tree_map_tensors
+from funcops.library.formats.working import working_like
 from funcops.memory.parts import LeafPart, has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
 from funcops.memory.remat import is_remat
-from funcops.program.values import abstract_params
-from funcops.residuals.policy import POLICIES, Policy, Recompute
-from funcops.residuals.report import kept_values, storage_of
-from funcops.trees import fake, tensors, tree_map, tree_map_tensors
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, products: tuple[int, int] = (1, 1), **__: Any) -> int:

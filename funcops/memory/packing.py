@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from funcops.contract.by_config import class_by
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op, wrap
-from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Donated, Phase, Saved, open_node
-from funcops.errors import require
-from funcops.residuals.forms import from_form, in_blocks, to_form
-from funcops.residuals.policy import Action, Drop
+from funcops.engine.contract.by_config import class_by
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op, wrap
+from funcops.engine.contract.schema import DGRAD, RECOMPUTE, WGRAD, Donated, Phase, Saved, open_node
+from funcops.engine.errors import require
+from funcops.engine.residuals.forms import from_form, in_blocks, to_form
+from funcops.engine.residuals.policy import Action, Drop
 
 Actions = tuple[tuple[str, Action], ...]  # by field
 

@@ -6,17 +6,17 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from funcops.compose.chain import chain
-from funcops.contract.configs import Composite
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op
-from funcops.contract.schema import Field, Saved
-from funcops.contract.walk import Part, nested, steps
-from funcops.errors import join_path
+from funcops.engine.compose.chain import chain
+from funcops.engine.contract.configs import Composite
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.schema import Field, Saved
+from funcops.engine.contract.walk import Part, nested, steps
+from funcops.engine.errors import join_path
+from funcops.engine.program.lower import Call, Lowered, Value, lower
+from funcops.engine.residuals.policy import Action, Drop
 from funcops.memory.packing import packed
 from funcops.memory.remat import is_remat
-from funcops.program.lower import Call, Lowered, Value, lower
-from funcops.residuals.policy import Action, Drop
 
 
 def has_parts(op: Op, cfg: Any) -> bool:

@@ -12,23 +12,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcops.backend import tracing
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.joints import joint_of
-from funcops.contract.configs import OpConfig, require_config
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op, wrap
-from funcops.contract.schema import Field, Saved
-from funcops.contract.trace_safe_cache import reading, remember
-from funcops.contract.walk import Inside, Part, nested, rewrite
-from funcops.errors import describe, fail, join_path, require, require_type
+from funcops.engine.backend import tracing
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.joints import joint_of
+from funcops.engine.contract.configs import OpConfig, require_config
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op, wrap
+from funcops.engine.contract.schema import Field, Saved
+from funcops.engine.contract.trace_safe_cache import reading, remember
+from funcops.engine.contract.walk import Inside, Part, nested, rewrite
+from funcops.engine.errors import describe, fail, join_path, require, require_type
+from funcops.engine.program import compiled_programs
+from funcops.engine.program.lower import lower
+from funcops.engine.residuals.forms import Packed, one_form_each
+from funcops.engine.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save, means
 from funcops.memory.packing import packed
 from funcops.memory.parts import has_parts, keeps_inside, kept_fields, two_forms, what_is_kept
 from funcops.memory.remat import remat
-from funcops.program import compiled_programs
-from funcops.program.lower import lower
-from funcops.residuals.forms import Packed, one_form_each
-from funcops.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save, means
 
 
 def with_policy(op: Op, policy: Policy | str) -> Op:

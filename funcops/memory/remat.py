@@ -12,16 +12,16 @@ import functools
 from collections.abc import Generator
 from typing import Any
 
-from funcops.backend import scopes
-from funcops.contract.needs import Needs, check_needs
-from funcops.contract.op import ALL, Op, recompute_of, wrap
-from funcops.contract.pausing import Pauses, Pausing
-from funcops.contract.rerun import first_run, second_run
-from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Saved, open_node, residuals, saved
-from funcops.errors import require_flag, require_type, stale
-from funcops.residuals.donate import donate
-from funcops.residuals.offload import copies
-from funcops.trees import static, tensors, tree_map_tensors
+from funcops.engine.backend import scopes
+from funcops.engine.contract.needs import Needs, check_needs
+from funcops.engine.contract.op import ALL, Op, recompute_of, wrap
+from funcops.engine.contract.pausing import Pauses, Pausing
+from funcops.engine.contract.rerun import first_run, second_run
+from funcops.engine.contract.schema import DGRAD, RECOMPUTE, WGRAD, Saved, open_node, residuals, saved
+from funcops.engine.errors import require_flag, require_type, stale
+from funcops.engine.residuals.donate import donate
+from funcops.engine.residuals.offload import copies
+from funcops.engine.trees import static, tensors, tree_map_tensors
 
 _RERUN = "The forward runs again: run the backward first, or keep a clone"
 

@@ -2,6 +2,7 @@
 and `to_hf` read and write Hugging Face's checkpoints; `peft_names` gives PEFT's names of a decoder's linears; `pack` puts documents
 into one row. `moe` makes the chain of a mixture of experts alone, `plain_experts` the chain of its experts as separate steps."""
 
+from funcops.library.ops.expert_steps import plain_experts
 from funcops.models.cache import Cache, KVCache, cache_init, roll_back
 from funcops.models.decode import decode, generate
 from funcops.models.decoder import decoder, decoder_x
@@ -12,7 +13,6 @@ from funcops.models.mixture import MoEConfig, moe
 from funcops.models.peft import peft_names
 from funcops.models.sampling import SamplingConfig, sample
 from funcops.models.sharding_rules import roles
-from funcops.ops.expert_steps import plain_experts
 
 __all__ = ["Cache", "DecoderConfig", "KVCache", "LatentConfig", "LinearAttentionConfig", "MoEConfig"]
 __all__ += ["PackedDocuments", "SamplingConfig"]

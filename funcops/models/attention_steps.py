@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.parallel import ParallelConfig, parallel
-from funcops.compose.step import Step
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.parallel import ParallelConfig, parallel
+from funcops.engine.compose.step import Step
+from funcops.library.ops.attention import AttentionConfig, attention
+from funcops.library.ops.l2_norm import L2NormConfig, l2_norm
+from funcops.library.ops.latent_split import LatentSplitConfig, latent_split
+from funcops.library.ops.layer_norm import LayerNormConfig, layer_norm
+from funcops.library.ops.linear import LinearConfig, linear
+from funcops.library.ops.reshape import ReshapeConfig, reshape
+from funcops.library.ops.rms_norm import RMSNormConfig, rms_norm
+from funcops.library.ops.rope import rope
+from funcops.library.ops.row_scale import RowScaleConfig, row_scale
+from funcops.library.ops.sink_attention import SinkAttentionConfig, sink_attention
 from funcops.models.decoder_config import DecoderConfig, Kind, LatentConfig
 from funcops.models.linear_attention import gated
-from funcops.ops.attention import AttentionConfig, attention
-from funcops.ops.l2_norm import L2NormConfig, l2_norm
-from funcops.ops.latent_split import LatentSplitConfig, latent_split
-from funcops.ops.layer_norm import LayerNormConfig, layer_norm
-from funcops.ops.linear import LinearConfig, linear
-from funcops.ops.reshape import ReshapeConfig, reshape
-from funcops.ops.rms_norm import RMSNormConfig, rms_norm
-from funcops.ops.rope import rope
-from funcops.ops.row_scale import RowScaleConfig, row_scale
-from funcops.ops.sink_attention import SinkAttentionConfig, sink_attention
 
 
 def norm_step(name: str, cfg: DecoderConfig, size: int | None = None) -> Step:

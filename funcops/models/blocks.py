@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.parallel import ParallelConfig, parallel
-from funcops.compose.repeat import RepeatConfig, repeat
-from funcops.compose.skip import SkipConfig, skip
-from funcops.compose.step import Step
-from funcops.errors import require
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.parallel import ParallelConfig, parallel
+from funcops.engine.compose.repeat import RepeatConfig, repeat
+from funcops.engine.compose.skip import SkipConfig, skip
+from funcops.engine.compose.step import Step
+from funcops.engine.errors import require
+from funcops.library.ops.activation import ActivationConfig, activation
+from funcops.library.ops.attention import AttentionConfig, attention
+from funcops.library.ops.cross_entropy import CrossEntropyConfig, cross_entropy
+from funcops.library.ops.dropout import DropoutConfig, dropout
+from funcops.library.ops.embedding import EmbeddingConfig, embedding
+from funcops.library.ops.glu import GLUConfig, glu
+from funcops.library.ops.layer_norm import LayerNormConfig, layer_norm
+from funcops.library.ops.linear import LinearConfig, linear
+from funcops.library.ops.reshape import ReshapeConfig, reshape
+from funcops.library.ops.rms_norm import RMSNormConfig, rms_norm
+from funcops.library.ops.rope import RopeConfig, rope
 from funcops.models import MoEConfig, moe
-from funcops.ops.activation import ActivationConfig, activation
-from funcops.ops.attention import AttentionConfig, attention
-from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
-from funcops.ops.dropout import DropoutConfig, dropout
-from funcops.ops.embedding import EmbeddingConfig, embedding
-from funcops.ops.glu import GLUConfig, glu
-from funcops.ops.layer_norm import LayerNormConfig, layer_norm
-from funcops.ops.linear import LinearConfig, linear
-from funcops.ops.reshape import ReshapeConfig, reshape
-from funcops.ops.rms_norm import RMSNormConfig, rms_norm
-from funcops.ops.rope import RopeConfig, rope
 
 
 class Sizes(NamedTuple):

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.backend import wide
-from funcops.backend.declare import readable
-from funcops.contract.configs import OpConfig, config
-from funcops.contract.marks import Gone
-from funcops.contract.needs import Needs
-from funcops.contract.op import forward, init_of, make_op
-from funcops.contract.schema import Donated
-from funcops.errors import (
+from funcops.engine.backend import wide
+from funcops.engine.backend.declare import readable
+from funcops.engine.contract.configs import OpConfig, config
+from funcops.engine.contract.marks import Gone
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import forward, init_of, make_op
+from funcops.engine.contract.schema import Donated
+from funcops.engine.errors import (
     FLOATS,
     DonatedError,
     check,
@@ -37,11 +37,11 @@ from funcops.errors import (
     require_flag,
     require_type,
 )
-from funcops.kernels.slot_attention import slot_attention_fwd
+from funcops.engine.trees import leaf, static, tree, tree_map_tensors
+from funcops.library.kernels.slot_attention import slot_attention_fwd
+from funcops.library.ops.attention import AttentionConfig, check_parts, check_qkv
+from funcops.library.ops.sink_attention import sink_attention_init
 from funcops.models.decoder_config import DecoderConfig, layer_paths
-from funcops.ops.attention import AttentionConfig, check_parts, check_qkv
-from funcops.ops.sink_attention import sink_attention_init
-from funcops.trees import leaf, static, tree, tree_map_tensors
 
 __all__ = ["Cache", "KVCache", "cache_init", "cached_attention", "roll_back"]
 

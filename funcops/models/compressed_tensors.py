@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.errors import CheckpointError, fail, require_type
+from funcops.engine.errors import CheckpointError, fail, require_type
 
 BLOCK, GROUP, WORD = 128, 16, 32
 PACKED, SHAPE, SCALE, SECOND, GLOBAL = (f"weight_{part}" for part in ("packed", "shape", "scale", "scale_2", "global_scale"))

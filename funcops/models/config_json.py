@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from funcops.errors import describe, require, require_type
+from funcops.engine.errors import describe, require, require_type
 
 Found = dict[str, Any]  # the arguments of a DecoderConfig
 NEVER = object()

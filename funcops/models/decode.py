@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops import random
-from funcops.backend.declare import readable
-from funcops.compose.chain import ChainConfig, chain
-from funcops.contract.needs import Needs
-from funcops.contract.schema import Donated
-from funcops.contract.walk import steps
-from funcops.errors import FLOATS, check, differing, fail, require, require_count, require_type
-from funcops.formats.scaled import unscaled
+from funcops.engine import random
+from funcops.engine.backend.declare import readable
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.schema import Donated
+from funcops.engine.contract.walk import steps
+from funcops.engine.errors import FLOATS, check, differing, fail, require, require_count, require_type
+from funcops.engine.trees import WithExtras, at, leaves, paths, stands_for_one, tree_map_tensors
+from funcops.library.formats.scaled import unscaled
+from funcops.library.ops.rope import RopeConfig
+from funcops.library.ops.rope_scaling import LongRopeScaling
 from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, keeps_latents, looked_at, slots
 from funcops.models.decoder import decoder, decoder_x, without_loss
 from funcops.models.decoder_config import DecoderConfig, layer_paths
 from funcops.models.latent_cache import plain_latents
 from funcops.models.sampling import SamplingConfig, drawn
 from funcops.models.with_cache import with_cache, with_caches
-from funcops.ops.rope import RopeConfig
-from funcops.ops.rope_scaling import LongRopeScaling
-from funcops.trees import WithExtras, at, leaves, paths, stands_for_one, tree_map_tensors
 
 __all__ = ["decode", "generate"]
 

@@ -14,29 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.backend.declare import readable
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.repeat import RepeatConfig, repeat
-from funcops.compose.skip import SkipConfig, skip
-from funcops.compose.step import Step
-from funcops.errors import check, fail, require, require_count, require_dtype, require_flag, require_type
+from funcops.engine.backend.declare import readable
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.repeat import RepeatConfig, repeat
+from funcops.engine.compose.skip import SkipConfig, skip
+from funcops.engine.compose.step import Step
+from funcops.engine.errors import check, fail, require, require_count, require_dtype, require_flag, require_type
+from funcops.engine.random import check_key
+from funcops.engine.trees import WithExtras
+from funcops.library.ops.activation import ActivationConfig, activation
+from funcops.library.ops.cross_entropy import CrossEntropyConfig, cross_entropy
+from funcops.library.ops.embedding import EmbeddingConfig, embedding
+from funcops.library.ops.glu import KINDS as GATED
+from funcops.library.ops.glu import GLUConfig, glu
+from funcops.library.ops.linear import LinearConfig, linear
+from funcops.library.ops.position_embedding import PositionEmbeddingConfig, position_embedding
+from funcops.library.ops.rope import RopeConfig, rope_table
+from funcops.library.ops.scale import ScaleConfig, scale
+from funcops.library.ops.softcap import SoftcapConfig, softcap
 from funcops.models.attention_steps import attention_steps, norm_step
 from funcops.models.decoder_config import DecoderConfig, Kind, groups, numbered
 from funcops.models.documents import positions_of
 from funcops.models.linear_attention import PACKED, linear_steps
 from funcops.models.mixture import MoEConfig, moe
-from funcops.ops.activation import ActivationConfig, activation
-from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
-from funcops.ops.embedding import EmbeddingConfig, embedding
-from funcops.ops.glu import KINDS as GATED
-from funcops.ops.glu import GLUConfig, glu
-from funcops.ops.linear import LinearConfig, linear
-from funcops.ops.position_embedding import PositionEmbeddingConfig, position_embedding
-from funcops.ops.rope import RopeConfig, rope_table
-from funcops.ops.scale import ScaleConfig, scale
-from funcops.ops.softcap import SoftcapConfig, softcap
-from funcops.random import check_key
-from funcops.trees import WithExtras
 
 __all__ = ["decoder", "decoder_x"]
 

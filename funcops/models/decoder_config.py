@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from funcops.contract.configs import config
-from funcops.errors import require, require_count, require_number, require_type
+from funcops.engine.contract.configs import config
+from funcops.engine.errors import require, require_count, require_number, require_type
+from funcops.library.ops.activation import KINDS as ACTIVATIONS
+from funcops.library.ops.glu import KINDS as GATED
+from funcops.library.ops.rope import RopeConfig
 from funcops.models.mixture import MoEConfig
-from funcops.ops.activation import KINDS as ACTIVATIONS
-from funcops.ops.glu import KINDS as GATED
-from funcops.ops.rope import RopeConfig
 
 __all__ = ["DecoderConfig", "LatentConfig", "LinearAttentionConfig", "layer_paths"]
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.errors import check, describe, fail, require, require_count
-from funcops.kernels.route import document_of
+from funcops.engine.errors import check, describe, fail, require, require_count
+from funcops.library.kernels.route import document_of
 
 __all__ = ["PackedDocuments", "pack"]
 

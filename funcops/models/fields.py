@@ -12,7 +12,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from funcops.errors import describe, fail, require, require_type
+from funcops.engine.errors import describe, fail, require, require_type
+from funcops.library.ops.experts import ExpertsConfig
+from funcops.library.ops.route import RouteConfig
 from funcops.models.config_json import NEVER, Fields, Found
 from funcops.models.decoder_config import DecoderConfig, LatentConfig
 from funcops.models.families import FAMILIES, IGNORED, Family
@@ -20,8 +22,6 @@ from funcops.models.linear_fields import read_linear, write_linear
 from funcops.models.llama4_fields import read_llama4, write_llama4
 from funcops.models.mixture import MoEConfig
 from funcops.models.rope_fields import legacy, read_rope, write_rope
-from funcops.ops.experts import ExpertsConfig
-from funcops.ops.route import RouteConfig
 
 GATES = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "relu": "reglu"}
 PLAIN_ACTS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"}

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from funcops.checkpoint import CODES, _opened, save
-from funcops.errors import (
+from funcops.engine.errors import (
     FLOATS,
     CheckpointError,
     describe,
@@ -39,6 +39,7 @@ from funcops.errors import (
     require_type,
     short,
 )
+from funcops.engine.trees import paths, stands_for_one, tree_map_with_path
 from funcops.models.decoder import decoder, without_loss
 from funcops.models.decoder_config import DecoderConfig, layer_paths
 from funcops.models.families import IGNORED, Family, Rule
@@ -46,7 +47,6 @@ from funcops.models.fields import family_of, read_config, write_config
 from funcops.models.quantized_checkpoints import Coded, Part, coding, parts
 from funcops.models.quantized_writing import Unwritten, coded_tensors, codes_of, shape_of
 from funcops.models.row_orders import row_order
-from funcops.trees import paths, stands_for_one, tree_map_with_path
 
 __all__ = ["from_hf", "open_hf", "to_hf"]
 

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.compose.chain import chain
-from funcops.compose.identity import IdentityConfig, identity
-from funcops.contract.configs import OpConfig, config
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op, forward, init_of, make_op
-from funcops.contract.walk import Inside, Part, steps
-from funcops.errors import FLOATS, check, describe, fail
+from funcops.engine.compose.chain import chain
+from funcops.engine.compose.identity import IdentityConfig, identity
+from funcops.engine.contract.configs import OpConfig, config
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op, forward, init_of, make_op
+from funcops.engine.contract.walk import Inside, Part, steps
+from funcops.engine.errors import FLOATS, check, describe, fail
+from funcops.engine.trees import leaf, tree
+from funcops.library.ops._tuples import require_tuple
+from funcops.library.ops.latent_split import LatentSplitConfig, latent_split
+from funcops.library.ops.linear import LinearParams, linear
+from funcops.library.ops.reshape import ReshapeConfig, reshape
 from funcops.models.cache import CACHE, CachedParams, Slots, attend, no_backward, require_causal, write
-from funcops.ops._tuples import require_tuple
-from funcops.ops.latent_split import LatentSplitConfig, latent_split
-from funcops.ops.linear import LinearParams, linear
-from funcops.ops.reshape import ReshapeConfig, reshape
-from funcops.trees import leaf, tree
 
 UP = "qkv.kv.up"
 REMEDY = "for a cache of latents (make the cache with cache_init(..., latents=False))"

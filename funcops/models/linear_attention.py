@@ -8,19 +8,19 @@ The norm is over each head of v, with a weight of its own that all heads share.
 
 from __future__ import annotations
 
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.parallel import ParallelConfig, parallel
-from funcops.compose.step import Step
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.parallel import ParallelConfig, parallel
+from funcops.engine.compose.step import Step
+from funcops.library.ops.activation import ActivationConfig, activation
+from funcops.library.ops.causal_conv1d import CausalConv1dConfig, causal_conv1d
+from funcops.library.ops.gated_delta_rule import GatedDeltaRuleConfig, gated_delta_rule
+from funcops.library.ops.glu import GLUConfig, glu
+from funcops.library.ops.l2_norm import L2NormConfig, l2_norm
+from funcops.library.ops.linear import LinearConfig, linear
+from funcops.library.ops.log_decay import LogDecayConfig, log_decay
+from funcops.library.ops.reshape import ReshapeConfig, reshape
+from funcops.library.ops.rms_norm import RMSNormConfig, rms_norm
 from funcops.models.decoder_config import DecoderConfig, LinearAttentionConfig
-from funcops.ops.activation import ActivationConfig, activation
-from funcops.ops.causal_conv1d import CausalConv1dConfig, causal_conv1d
-from funcops.ops.gated_delta_rule import GatedDeltaRuleConfig, gated_delta_rule
-from funcops.ops.glu import GLUConfig, glu
-from funcops.ops.l2_norm import L2NormConfig, l2_norm
-from funcops.ops.linear import LinearConfig, linear
-from funcops.ops.log_decay import LogDecayConfig, log_decay
-from funcops.ops.reshape import ReshapeConfig, reshape
-from funcops.ops.rms_norm import RMSNormConfig, rms_norm
 
 PACKED = (
     "False for a config with linear attention, whose state would pass from one document to the next: give each a row of its own"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from funcops.errors import fail, require
+from funcops.engine.errors import fail, require
 from funcops.models.config_json import Fields
 from funcops.models.decoder_config import DecoderConfig, LinearAttentionConfig
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from funcops.errors import fail, require
+from funcops.engine.errors import fail, require
+from funcops.library.ops.experts import ExpertsConfig
+from funcops.library.ops.route import RouteConfig
 from funcops.models.config_json import Fields, Found
 from funcops.models.decoder_config import DecoderConfig
 from funcops.models.mixture import MoEConfig
-from funcops.ops.experts import ExpertsConfig
-from funcops.ops.route import RouteConfig
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
 

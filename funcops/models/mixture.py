@@ -10,18 +10,18 @@ The router's other results, `load` and `loss`, are named outputs of the chain (`
 
 from __future__ import annotations
 
-from funcops.compose.add import AddConfig, add
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.fork import ForkConfig, fork
-from funcops.compose.parallel import ParallelConfig, parallel
-from funcops.compose.step import Step
-from funcops.contract.configs import config
-from funcops.errors import require, require_type
-from funcops.ops.experts import ExpertsConfig, experts
-from funcops.ops.glu import GLUConfig, glu
-from funcops.ops.linear import LinearConfig, linear
-from funcops.ops.route import RouteConfig, route
-from funcops.ops.row_scale import RowScaleConfig, row_scale
+from funcops.engine.compose.add import AddConfig, add
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.fork import ForkConfig, fork
+from funcops.engine.compose.parallel import ParallelConfig, parallel
+from funcops.engine.compose.step import Step
+from funcops.engine.contract.configs import config
+from funcops.engine.errors import require, require_type
+from funcops.library.ops.experts import ExpertsConfig, experts
+from funcops.library.ops.glu import GLUConfig, glu
+from funcops.library.ops.linear import LinearConfig, linear
+from funcops.library.ops.route import RouteConfig, route
+from funcops.library.ops.row_scale import RowScaleConfig, row_scale
 
 __all__ = ["MoEConfig", "moe"]
 

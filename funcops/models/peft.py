@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from funcops.compose.chain import ChainConfig
-from funcops.errors import fail, require, require_type
+from funcops.engine.compose.chain import ChainConfig
+from funcops.engine.errors import fail, require, require_type
 from funcops.lora.from_folder import linears_of
 from funcops.lora.rewrite import adapted_linears
 from funcops.lora.settings import ParameterOf, RowsOf

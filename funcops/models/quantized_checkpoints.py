@@ -3,7 +3,7 @@
     "fp8"     w = codes s        NAME [O, I] e4m3, NAME_scale_inv [ceil(O/128), ceil(I/128)]: s of each block of 128 x 128
     "mxfp4"   w = codes 2^(s - 127)      NAME_blocks [*, O, I/32, 16], two e2m1 a byte, the first in the low half, NAME_scales
                                          [*, O, I/32]: s of 32 numbers; w is [*, O, I], and the tensor its transpose [*, I, O]
-    "bitsandbytes"    w in NF4 (`funcops.kernels.nf4`)      NAME [O I/2, 1], NAME.absmax [O I/64], in 8 bits if NAME.nested_absmax
+    "bitsandbytes"    w in NF4 (`library/kernels/nf4.py`)    NAME [O I/2, 1], NAME.absmax [O I/64], in 8 bits if NAME.nested_absmax
                                          [O I/64/256] is there, and NAME.quant_state.bitsandbytes__nf4: bytes of JSON
     "compressed-tensors", "modelopt"     see `compressed_tensors.py`
 
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.errors import CheckpointError, fail, require, require_type
-from funcops.formats import Format, QTensor
-from funcops.kernels import nf4
+from funcops.engine.errors import CheckpointError, fail, require, require_type
+from funcops.library.formats import Format, QTensor
+from funcops.library.kernels import nf4
 from funcops.models import compressed_tensors as compressed
 from funcops.models.compressed_tensors import Part
 

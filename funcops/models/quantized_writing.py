@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.errors import CheckpointError, fail, few, require
-from funcops.formats import Format, NF4Tensor, QTensor, QWeight
-from funcops.formats.qtensor import by_tiles
-from funcops.formats.scaled import Scaled
+from funcops.engine.errors import CheckpointError, fail, few, require
+from funcops.engine.trees import replace
+from funcops.library.formats import Format, NF4Tensor, QTensor, QWeight
+from funcops.library.formats.qtensor import by_tiles
+from funcops.library.formats.scaled import Scaled
 from funcops.models import compressed_tensors as compressed
-from funcops.trees import replace
 
 BLOCK, GROUP = compressed.BLOCK, compressed.GROUP
 STRATEGIES = {(0, 0): "tensor", (1, 0): "channel", (BLOCK, BLOCK): "block"}

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig, config
-from funcops.contract.needs import Needs
-from funcops.contract.op import forward, init_of, make_op
-from funcops.errors import FLOATS, check, fail, require_type
-from funcops.kernels.causal_conv1d import causal_conv1d_fwd
-from funcops.kernels.gated_delta_rule import gated_delta_rule_fwd
+from funcops.engine.contract.configs import OpConfig, config
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import forward, init_of, make_op
+from funcops.engine.errors import FLOATS, check, fail, require_type
+from funcops.engine.trees import leaf, tree
+from funcops.library.kernels.causal_conv1d import causal_conv1d_fwd
+from funcops.library.kernels.gated_delta_rule import gated_delta_rule_fwd
+from funcops.library.ops.causal_conv1d import CausalConv1dConfig
+from funcops.library.ops.gated_delta_rule import GatedDeltaRuleConfig, check_delta_rule
 from funcops.models.cache import CACHE, RecurrentCache, Slots, no_backward
-from funcops.ops.causal_conv1d import CausalConv1dConfig
-from funcops.ops.gated_delta_rule import GatedDeltaRuleConfig, check_delta_rule
-from funcops.trees import leaf, tree
 
 PARTS = "linear_attn.gated.mixed"
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from funcops.errors import fail, require
-from funcops.ops.rope import RopeConfig
-from funcops.ops.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from funcops.engine.errors import fail, require
+from funcops.library.ops.rope import RopeConfig
+from funcops.library.ops.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 LONG = "longrope"
 NAMES = {"su": LONG, "yarn": "yarn"}  # Phi 3's earlier names for its scaling

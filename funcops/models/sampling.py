@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcops import random
-from funcops.backend.declare import readable
-from funcops.contract.configs import config
-from funcops.errors import FLOATS, check, fail, require, require_number, require_type
+from funcops.engine import random
+from funcops.engine.backend.declare import readable
+from funcops.engine.contract.configs import config
+from funcops.engine.errors import FLOATS, check, fail, require, require_number, require_type
 
 __all__ = ["SamplingConfig", "sample"]
 

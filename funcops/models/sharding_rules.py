@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from funcops.errors import require_type
+from funcops.engine.errors import require_type
 from funcops.models.decoder_config import DecoderConfig
 
 __all__ = ["roles"]

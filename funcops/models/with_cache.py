@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from funcops.contract.op import Op
-from funcops.contract.walk import Inside, Part, rewrite
-from funcops.errors import describe, fail
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.walk import Inside, Part, rewrite
+from funcops.engine.errors import describe, fail
+from funcops.engine.trees import at, has
+from funcops.library.ops.attention import attention
+from funcops.library.ops.causal_conv1d import causal_conv1d
+from funcops.library.ops.gated_delta_rule import gated_delta_rule
+from funcops.library.ops.sink_attention import sink_attention
 from funcops.models import recurrent_cache as recurrent
 from funcops.models.cache import Cache, CachedAttentionConfig, CachedParams, KVCache, RecurrentCache, cached_attention
 from funcops.models.latent_cache import LatentParams, latent_steps, weight_of_latents
-from funcops.ops.attention import attention
-from funcops.ops.causal_conv1d import causal_conv1d
-from funcops.ops.gated_delta_rule import gated_delta_rule
-from funcops.ops.sink_attention import sink_attention
-from funcops.trees import at, has
 
 
 @functools.lru_cache(maxsize=64)

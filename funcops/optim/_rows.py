@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from funcops.backend import tracing, wide
-from funcops.contract.accumulators import check_apart
-from funcops.errors import FLOATS, GradModeError, check, describe, fail, join_path, require, require_type
+from funcops.engine.backend import tracing, wide
+from funcops.engine.contract.accumulators import check_apart
+from funcops.engine.errors import FLOATS, GradModeError, check, describe, fail, join_path, require, require_type
+from funcops.engine.trees import flatten, leaves, paths, same_structure, structure, tree_map, unflatten
 from funcops.optim._walk import only_leaves, rows_of
-from funcops.trees import flatten, leaves, paths, same_structure, structure, tree_map, unflatten
 
 T = TypeVar("T")
 Row = Sequence[Tensor]

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.backend import tracing
-from funcops.backend.source import compile_source
-from funcops.trees import FIELDS, leaves
+from funcops.engine.backend import tracing
+from funcops.engine.backend.source import compile_source
+from funcops.engine.trees import FIELDS, leaves
 
 LEAVES = (Tensor, bool, type(None))
 ROOTS, EACH = 64, 4  # how many roots have code, and how many structures of a root: more would be compiled in vain

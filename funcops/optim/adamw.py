@@ -9,10 +9,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.backend import tracing
-from funcops.contract.op import config
-from funcops.errors import check, require, require_type
-from funcops.kernels import adamw as kernels
+from funcops.engine.backend import tracing
+from funcops.engine.contract.op import config
+from funcops.engine.errors import check, require, require_type
+from funcops.engine.trees import leaf, tree
+from funcops.library.kernels import adamw as kernels
 from funcops.optim._rows import (
     as_tensor,
     check_factor,
@@ -27,7 +28,6 @@ from funcops.optim._rows import (
     walkable,
     zeros_like,
 )
-from funcops.trees import leaf, tree
 
 T = TypeVar("T")
 

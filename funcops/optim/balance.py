@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcops.errors import FLOATS, check, fail, require_number
+from funcops.engine.errors import FLOATS, check, fail, require_number
 
 
 def balance(bias: Tensor, load: Tensor, rate: float) -> Tensor:

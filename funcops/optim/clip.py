@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.errors import FLOATS, check, describe, fail, require_flag
-from funcops.kernels.adamw import times
+from funcops.engine.errors import FLOATS, check, describe, fail, require_flag
+from funcops.engine.trees import paths, with_leaves
+from funcops.library.kernels.adamw import times
 from funcops.optim._rows import not_negative
 from funcops.optim._walk import leaves_of
-from funcops.trees import paths, with_leaves
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.errors import FLOATS, check, describe, fail, join_path, require, require_dtype, require_flag, short
+from funcops.engine.errors import FLOATS, check, describe, fail, join_path, require, require_dtype, require_flag, short
+from funcops.engine.trees import _no_pairs, leaves, paths, tree_map, with_leaves
 from funcops.optim._rows import lists_of
-from funcops.trees import _no_pairs, leaves, paths, tree_map, with_leaves
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from funcops.errors import describe, fail, join_path
-from funcops.trees import leaves, paths, same_structure, tree_map_with_path, with_leaves
+from funcops.engine.errors import describe, fail, join_path
+from funcops.engine.trees import leaves, paths, same_structure, tree_map_with_path, with_leaves
 
 T = TypeVar("T")
 NO_DECAY = ("*norm*", "*.bias")

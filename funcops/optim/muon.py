@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.contract.op import config
-from funcops.errors import describe, fail, join_path, require, require_type
-from funcops.kernels.adamw import grouped
+from funcops.engine.contract.op import config
+from funcops.engine.errors import describe, fail, join_path, require, require_type
+from funcops.engine.trees import paths, tree
+from funcops.library.kernels.adamw import grouped
 from funcops.optim._rows import check_rate, exact_rate, in_wide_dtype, not_negative, open_trees, own_tensors, zeros_like
-from funcops.trees import paths, tree
 
 T = TypeVar("T")
 SCALES = ("original", "match_rms_adamw")

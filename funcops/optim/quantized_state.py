@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.backend import wide
-from funcops.contract.trace_safe_cache import remember
-from funcops.errors import FLOATS, check, describe, fail, join_path, require_callable, require_count, require_flag
+from funcops.engine.backend import wide
+from funcops.engine.contract.trace_safe_cache import remember
+from funcops.engine.errors import FLOATS, check, describe, fail, join_path, require_callable, require_count, require_flag
+from funcops.engine.trees import leaf, paths, stands_in, static, tensors, tree, tree_map, with_leaves
 from funcops.optim._rows import open_into, open_trees
-from funcops.trees import leaf, paths, stands_in, static, tensors, tree, tree_map, with_leaves
 
 T = TypeVar("T")
 BLOCK = 256

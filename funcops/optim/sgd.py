@@ -7,12 +7,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.backend import tracing, wide
-from funcops.contract.op import config
-from funcops.errors import require, require_type
-from funcops.kernels.adamw import grouped, like_params
+from funcops.engine.backend import tracing, wide
+from funcops.engine.contract.op import config
+from funcops.engine.errors import require, require_type
+from funcops.engine.trees import nothing_like, tree
+from funcops.library.kernels.adamw import grouped, like_params
 from funcops.optim._rows import check_rate, in_wide_dtype, not_negative, on_device, open_trees, own_tensors, walkable, zeros_like
-from funcops.trees import nothing_like, tree
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from funcops.errors import fail, in_html, on_screen, require, require_type
+from funcops.engine.errors import fail, in_html, on_screen, require, require_type
 
 KINDS = ("F", "I", "W", "B")
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from funcops.errors import require
+from funcops.engine.errors import require
 from funcops.schedule.actions import Action, Schedule, is_count
 from funcops.schedule.generators import check_sizes
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from funcops.errors import fail, require, require_count, require_number, require_type
+from funcops.engine.errors import fail, require, require_count, require_number, require_type
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
 WHEN = ("F", "I", "W", "step")

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.step import check_body
-from funcops.contract.configs import Composite
-from funcops.errors import describe, fail, require, require_count, require_flag, require_number, require_type
-from funcops.formats.recipes import Recipe
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.step import check_body
+from funcops.engine.contract.configs import Composite
+from funcops.engine.errors import describe, fail, require, require_count, require_flag, require_number, require_type
+from funcops.engine.trees import tensors
+from funcops.library.formats.recipes import Recipe
+from funcops.library.ops.embedding import EmbeddingConfig
+from funcops.library.ops.experts import ExpertsConfig
+from funcops.library.ops.glu import glu
 from funcops.memory.fit import _follow, _held
 from funcops.memory.parts import leaves_of
-from funcops.ops.embedding import EmbeddingConfig
-from funcops.ops.experts import ExpertsConfig
-from funcops.ops.glu import glu
 from funcops.schedule.mixture import Mixture
-from funcops.trees import tensors
 
 
 class Product(NamedTuple):

@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 
-from funcops.errors import fail, require, require_number, require_type
+from funcops.engine.errors import fail, require, require_number, require_type
 from funcops.schedule.actions import Action, Schedule
 from funcops.schedule.simulate import ROUNDING, Costs, Model, Network, Simulated, simulate
 

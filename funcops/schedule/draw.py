@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from funcops.errors import require, require_type
+from funcops.engine.errors import require, require_type
 from funcops.schedule.actions import Schedule
 from funcops.schedule.simulate import Simulated, simulate
 

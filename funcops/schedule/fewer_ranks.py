@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from funcops.errors import require, require_count, require_type
+from funcops.engine.errors import require, require_count, require_type
 from funcops.schedule.actions import Schedule
 from funcops.schedule.simulate import Costs, Network, simulate
 

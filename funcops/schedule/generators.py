@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from funcops.errors import require
+from funcops.engine.errors import require
 from funcops.schedule.actions import Action, Schedule, is_count
 
 

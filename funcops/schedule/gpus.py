@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from funcops.errors import fail, require, require_count, require_number, require_type
+from funcops.engine.errors import fail, require, require_count, require_number, require_type
 from funcops.schedule.collectives import Link
 
 TILE = (256, 128)  # tile of cuBLAS's fastest kernels, from NVIDIA's guide to the performance of matrix products

@@ -8,7 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 from funcops.distributed.ops.sharded import gathers_codes
-from funcops.errors import fail, join_path, require, require_count, require_type
+from funcops.engine.errors import fail, join_path, require, require_count, require_type
 from funcops.schedule.actions import is_count
 from funcops.schedule.collectives import Collective
 from funcops.schedule.decoder import Decoder

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.compose.chain import ChainConfig, chain, needs_of_steps
-from funcops.compose.step import check_body, split_x
-from funcops.contract.needs import Needs, check_needs
-from funcops.contract.op import Op
-from funcops.errors import fail, require_count
-from funcops.program.run import check_names, tied
-from funcops.residuals.ledger import Ledger
+from funcops.engine.compose.chain import ChainConfig, chain, needs_of_steps
+from funcops.engine.compose.step import check_body, split_x
+from funcops.engine.contract.needs import Needs, check_needs
+from funcops.engine.contract.op import Op
+from funcops.engine.errors import fail, require_count
+from funcops.engine.program.run import check_names, tied
+from funcops.engine.residuals.ledger import Ledger
+from funcops.engine.trees import nbytes, tensors, tree_map_tensors
 from funcops.schedule.simulate import Costs
 from funcops.schedule.stage import check_staged
-from funcops.trees import nbytes, tensors, tree_map_tensors
 
 
 def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, repeats: int = 5) -> Costs:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 
-from funcops.errors import require, require_count
+from funcops.engine.errors import require, require_count
 
 WEIGHT, INDEX, COUNT = 4, 4, 8  # bytes that are sent: a weight in float32, an index in int32, and a count in int64
 

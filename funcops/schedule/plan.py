@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from funcops.errors import fail, in_html, on_screen, require, require_count, require_number, require_type, size_of
+from funcops.engine.errors import fail, in_html, on_screen, require, require_count, require_number, require_type, size_of
 from funcops.schedule.decoder import Decoder
 from funcops.schedule.draw import draw
 from funcops.schedule.gpus import GPU, gpu_of

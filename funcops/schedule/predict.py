@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from funcops.errors import in_html, on_screen, require_type, size_of
+from funcops.engine.errors import in_html, on_screen, require_type, size_of
 from funcops.schedule.actions import Schedule
 from funcops.schedule.chunked import interleaved_1f1b
 from funcops.schedule.decoder import Decoder

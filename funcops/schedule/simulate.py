@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from funcops.errors import in_html, on_screen, require, require_count, require_number, require_type, size_of
+from funcops.engine.errors import in_html, on_screen, require, require_count, require_number, require_type, size_of
 from funcops.schedule.actions import KINDS, Action, Schedule
 from funcops.schedule.collectives import Collective, Link, exposed
 

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.compose.chain import ChainConfig, needs_of_steps
-from funcops.compose.step import split_x
-from funcops.compose.vjp import check_losses, sum_gradient
-from funcops.contract.accumulators import check_accumulator, check_apart, check_width
-from funcops.contract.needs import Needs
-from funcops.errors import fail, require, require_type
-from funcops.formats import zero_gradient
-from funcops.formats.qtensor import has_keys
-from funcops.program.accumulator_checks import check_into_tree
-from funcops.program.run import taken_apart, tied
-from funcops.program.values import fold_keys
-from funcops.residuals.donate import donate
-from funcops.residuals.ledger import Ledger
-from funcops.trees import WithExtras, constant_paths, paths, put, stands_for_one, tree_map_with_path
+from funcops.engine.compose.chain import ChainConfig, needs_of_steps
+from funcops.engine.compose.step import split_x
+from funcops.engine.compose.vjp import check_losses, sum_gradient
+from funcops.engine.contract.accumulators import check_accumulator, check_apart, check_width
+from funcops.engine.contract.needs import Needs
+from funcops.engine.errors import fail, require, require_type
+from funcops.engine.program.accumulator_checks import check_into_tree
+from funcops.engine.program.run import taken_apart, tied
+from funcops.engine.program.values import fold_keys
+from funcops.engine.residuals.donate import donate
+from funcops.engine.residuals.ledger import Ledger
+from funcops.engine.trees import WithExtras, constant_paths, paths, put, stands_for_one, tree_map_with_path
+from funcops.library.formats import zero_gradient
+from funcops.library.formats.qtensor import has_keys
 
 Done = Callable[[int, Any], None]
 

@@ -9,11 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops import random
-from funcops.compose.step import check_body
-from funcops.contract.op import Op
-from funcops.errors import require, require_callable, require_count, require_device, require_dtype, require_flag, require_type
-from funcops.trees import tree_map_tensors
+from funcops.engine import random
+from funcops.engine.compose.step import check_body
+from funcops.engine.contract.op import Op
+from funcops.engine.errors import (
+    require,
+    require_callable,
+    require_count,
+    require_device,
+    require_dtype,
+    require_flag,
+    require_type,
+)
+from funcops.engine.trees import tree_map_tensors
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.contract.needs import Needs
-from funcops.formats import dense
+from funcops.engine.contract.needs import Needs
+from funcops.engine.trees import leaves, paths, same_structure, tree_map
+from funcops.library.formats import dense
 from funcops.testing.case import Case
-from funcops.trees import leaves, paths, same_structure, tree_map
 
 
 def float_like(tree: Any, seed: int) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.errors import (
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op
+from funcops.engine.errors import (
     describe,
     fail,
     join_path,
@@ -24,11 +24,11 @@ from funcops.errors import (
     require_number,
     require_type,
 )
-from funcops.residuals.donate import donate
+from funcops.engine.residuals.donate import donate
+from funcops.engine.trees import leaves, nbytes, paths, tensors, tree_map, tree_map_tensors, with_leaves
 from funcops.testing.case import Draw
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.ranks import run_ranks
-from funcops.trees import leaves, nbytes, paths, tensors, tree_map, tree_map_tensors, with_leaves
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.compose.chain import ChainConfig
-from funcops.compose.step import Step, live_inputs
-from funcops.contract.checking import aliases_said
-from funcops.contract.configs import Composite, fields_of
-from funcops.contract.needs import Mask, Needs
-from funcops.contract.op import Op
-from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Field, Saved
-from funcops.contract.walk import Inside, rewrite
-from funcops.errors import join_path
-from funcops.formats import dense
-from funcops.program.values import abstract_params
+from funcops.engine.compose.chain import ChainConfig
+from funcops.engine.compose.step import Step, live_inputs
+from funcops.engine.contract.checking import aliases_said
+from funcops.engine.contract.configs import Composite, fields_of
+from funcops.engine.contract.needs import Mask, Needs
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.schema import DGRAD, RECOMPUTE, WGRAD, Field, Saved
+from funcops.engine.contract.walk import Inside, rewrite
+from funcops.engine.errors import join_path
+from funcops.engine.program.values import abstract_params
+from funcops.engine.trees import paths, tensors, tree_map
+from funcops.library.formats import dense
 from funcops.testing.case import Case
 from funcops.testing.checks import run, same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths, tensors, tree_map
 
 
 def law_frugal(case: Case, dtype: torch.dtype) -> None:

@@ -14,14 +14,14 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from funcops.contract.schema import Saved
-from funcops.errors import FLOATS, StaleResidualError
-from funcops.formats import dense
-from funcops.residuals.donate import donate
-from funcops.residuals.pack_unpack import pack, unpack
-from funcops.residuals.policy import Offload
+from funcops.engine.contract.schema import Saved
+from funcops.engine.errors import FLOATS, StaleResidualError
+from funcops.engine.residuals.donate import donate
+from funcops.engine.residuals.pack_unpack import pack, unpack
+from funcops.engine.residuals.policy import Offload
+from funcops.engine.trees import at, flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
+from funcops.library.formats import dense
 from funcops.testing.case import Case
-from funcops.trees import at, flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
 
 
 def _replaced(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.backend import select
-from funcops.backend.declare import KERNELS, Kernel, watched
-from funcops.errors import describe
+from funcops.engine.backend import select
+from funcops.engine.backend.declare import KERNELS, Kernel, watched
+from funcops.engine.errors import describe
+from funcops.engine.trees import tensors, tree_map_tensors
 from funcops.testing.checks import equal_bits
-from funcops.trees import tensors, tree_map_tensors
 
 _lock, _blocks = threading.Lock(), 0
 

@@ -10,16 +10,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcops import random
-from funcops.backend import wants_triton, wide
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op
-from funcops.contract.schema import Saved
-from funcops.errors import describe, join_path, require
-from funcops.formats import dense
-from funcops.program.explain import plan
-from funcops.program.rules import FEW
-from funcops.residuals.donate import donate
+from funcops.engine import random
+from funcops.engine.backend import wants_triton, wide
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.schema import Saved
+from funcops.engine.errors import describe, join_path, require
+from funcops.engine.program.explain import plan
+from funcops.engine.program.rules import FEW
+from funcops.engine.residuals.donate import donate
+from funcops.engine.trees import WithExtras, leaves, nothing_like, paths, put, same_structure, tensors, tree_map, tree_map_tensors
+from funcops.library.formats import dense
 from funcops.testing.case import FLOATS, Case
 from funcops.testing.checks import equal_bits as _same
 from funcops.testing.checks import float_like as float_like
@@ -30,7 +31,6 @@ from funcops.testing.kernels import kernels_checked
 from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.loud import law_loud
 from funcops.testing.tolerances import assert_close
-from funcops.trees import WithExtras, leaves, nothing_like, paths, put, same_structure, tensors, tree_map, tree_map_tensors
 
 
 def law_split(case: Case, dtype: torch.dtype) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.errors import DonatedError, GradModeError, StaleResidualError, join_path
-from funcops.formats import dense
-from funcops.residuals.donate import donate
+from funcops.engine.errors import DonatedError, GradModeError, StaleResidualError, join_path
+from funcops.engine.residuals.donate import donate
+from funcops.engine.trees import WithExtras, leaves, paths, put, same_structure, tensors, tree_map_tensors
+from funcops.library.formats import dense
 from funcops.testing.case import Case
 from funcops.testing.checks import run, tree_map_path
-from funcops.trees import WithExtras, leaves, paths, put, same_structure, tensors, tree_map_tensors
 
 TOO_LARGE, WRITTEN = " too large", " written to since the forward"
 
@@ -44,7 +44,7 @@ def _remedy(what: str) -> str:
     """The remedy for a bad call that went through, for the author of an op."""
     if what.endswith(TOO_LARGE):
         path = what.removesuffix(TOO_LARGE)
-        return f": check its shape (funcops.errors.check), or pass free=({path!r},) if it may have any size"
+        return f": check its shape (funcops.contract.check), or pass free=({path!r},) if it may have any size"
     return ": declare the field that holds it with alias" if what.endswith(WRITTEN) else ""
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcops.distributed.agreement import unexpected_rows
 from funcops.distributed.handshake import Collective
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.errors import describe, fail, require, require_callable
+from funcops.engine.errors import describe, fail, require, require_callable
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class _Board:
 class _Rank(TorchDispatchMode):
     """Runs every operator unchanged, except collectives."""
 
-    runs = reads = True  # see `tracing` and `readable` of funcops.backend.declare
+    runs = reads = True  # see `tracing` and `readable` of funcops.engine.backend.declare
 
     def __init__(self, mesh: Mesh, board: _Board) -> None:
         super().__init__()

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.errors import require, require_count, require_dtype, require_flag, require_type
-from funcops.trees import paths
+from funcops.engine.errors import require, require_count, require_dtype, require_flag, require_type
+from funcops.engine.trees import paths
 
 ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 FACTOR = {torch.float64: 8.0, torch.float32: 8.0, torch.bfloat16: 16.0, torch.float16: 16.0}

@@ -49,16 +49,16 @@ from funcops import (
 from funcops.adapters.autograd import delayed, traced
 from funcops.adapters.autograd.saved_tensors import slots_of
 from funcops.adapters.autograd.traced import run_traced
-from funcops.contract.schema import DGRAD, Residuals, Saved, saved
-from funcops.errors import StaleResidualError
-from funcops.formats import QTensor, QWeight, dense
-from funcops.formats.recipes import Fp8Block, Fp8Delayed
-from funcops.formats.scaled import Scaled
+from funcops.engine.contract.schema import DGRAD, Residuals, Saved, saved
+from funcops.engine.errors import StaleResidualError
+from funcops.engine.trees import leaves, replace, same_structure, tensors, tree_map, tree_map_tensors
+from funcops.library.formats import QTensor, QWeight, dense
+from funcops.library.formats.recipes import Fp8Block, Fp8Delayed
+from funcops.library.formats.scaled import Scaled
 from funcops.low_precision import quantize_params
 from funcops.models.blocks import block_config, gpt2_block_config
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, replace, same_structure, tensors, tree_map, tree_map_tensors
 
 
 def made():

@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from funcops import nn as fnn
-from funcops.program.rules import FEW
+from funcops.engine.program.rules import FEW
 
 D = 16
 FIRST = {  # modules whose output a chain recomputes, and others

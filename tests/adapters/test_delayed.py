@@ -13,7 +13,7 @@ from torch import nn
 from funcops import LinearConfig, LinearParams, delayed_wgrad, differentiable, linear
 from funcops import nn as fnn
 from funcops.adapters.autograd import delayed
-from funcops.errors import StaleResidualError
+from funcops.engine.errors import StaleResidualError
 
 D = 5
 

@@ -17,10 +17,10 @@ from torch import nn
 from funcops import nn as fnn
 from funcops.adapters.autograd.saved_tensors import gradient_writer, slots_of
 from funcops.adapters.nn import unchanged
-from funcops.contract.marks import counts_writes
-from funcops.contract.needs import Needs
-from funcops.contract.schema import Residuals
-from funcops.trees import leaves, register
+from funcops.engine.contract.marks import counts_writes
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.schema import Residuals
+from funcops.engine.trees import leaves, register
 
 D = 4
 FILL = {

@@ -26,9 +26,9 @@ from funcops import (
     value_and_grad,
     vjp,
 )
-from funcops.contract.op import OpConfig, config
+from funcops.engine.contract.op import OpConfig, config
+from funcops.engine.trees import paths
 from funcops.testing import LAWS, Case
-from funcops.trees import paths
 
 
 def weights(**shapes):

@@ -33,8 +33,8 @@ from funcops import (
     softcap,
     with_policy,
 )
-from funcops.errors import StaleResidualError
-from funcops.trees import tensors
+from funcops.engine.errors import StaleResidualError
+from funcops.engine.trees import tensors
 
 D, TIMES = 4, 2
 CFG = TorchConfig()

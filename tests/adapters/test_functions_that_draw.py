@@ -29,7 +29,7 @@ from funcops import (
     skip,
     with_policy,
 )
-from funcops.trees import tensors, tree_map_tensors
+from funcops.engine.trees import tensors, tree_map_tensors
 
 D, TIMES = 4, 2
 CFG = TorchConfig()

@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from funcops import differentiable
 from funcops import nn as fnn
 from funcops.adapters.autograd.outputs import owned
+from funcops.engine.trees import tensors, tree_map_tensors
 from funcops.testing.laws import float_like
-from funcops.trees import tensors, tree_map_tensors
 
 WRITES = {"add": lambda y: y.add_(1), "relu": lambda y: y.relu_(), "mul": lambda y: y.mul_(2)}
 # in the first of its dtypes; a y of codes has no arithmetic, and the scale of a delayed recipe takes no gradient from autograd

@@ -14,10 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcops import TorchConfig, differentiable, donate, op_from_torch, with_policy
 from funcops import nn as fnn
-from funcops.program.rules import FEW
+from funcops.engine.program.rules import FEW
+from funcops.engine.trees import cast, tensors
 from funcops.testing import assert_close
 from funcops.testing.checks import float_like
-from funcops.trees import cast, tensors
 
 D = 8
 

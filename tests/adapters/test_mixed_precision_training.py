@@ -10,8 +10,8 @@ from torch import nn
 
 from funcops import delayed_wgrad
 from funcops import nn as fnn
+from funcops.engine.trees import cast, leaves
 from funcops.testing import assert_close
-from funcops.trees import cast, leaves
 
 D = 8
 

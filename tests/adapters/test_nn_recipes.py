@@ -14,7 +14,8 @@ from funcops import nn as fnn
 from funcops.adapters import pipelining
 from funcops.adapters.graphs import make_graphed_callables
 from funcops.adapters.nn.quantized import take_recipe
-from funcops.kernels import quantize as kernels
+from funcops.engine.trees import paths
+from funcops.library.kernels import quantize as kernels
 from funcops.low_precision import (
     MXFP8,
     NVFP4,
@@ -27,7 +28,6 @@ from funcops.low_precision import (
     quantize_params,
     with_recipe,
 )
-from funcops.trees import paths
 
 RECIPES = [Fp8Block(), Fp8Block(keep="input", wgrad="high"), Fp8Current(), MXFP8(), NVFP4(stochastic=False)]
 IDS = [f"{type(r).__name__}-{r.keep}" for r in RECIPES]

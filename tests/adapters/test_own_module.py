@@ -7,12 +7,12 @@ import torch
 
 from funcops import nn as fnn
 from funcops.adapters.autograd.differentiable import backward_calls
-from funcops.contract.accumulators import accumulate
-from funcops.contract.needs import Needs
-from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved
-from funcops.errors import FLOATS, check
-from funcops.trees import leaf, tree
+from funcops.engine.contract.accumulators import accumulate
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import OpConfig, config, dgrad_of, forward, make_op, wgrad_of
+from funcops.engine.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved
+from funcops.engine.errors import FLOATS, check
+from funcops.engine.trees import leaf, tree
 
 
 @config

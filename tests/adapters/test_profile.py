@@ -34,12 +34,12 @@ from funcops import (
     with_policy,
 )
 from funcops.adapters.profiler import profiles, trace
-from funcops.backend import scopes
-from funcops.backend.scopes import Label
+from funcops.engine.backend import scopes
+from funcops.engine.backend.scopes import Label
+from funcops.engine.program import rules
 from funcops.graphs import graph_data, graphed, wgrads_beside
+from funcops.library.ops.experts import ExpertsConfig
 from funcops.models import DecoderConfig, MoEConfig, decoder, decoder_x
-from funcops.ops.experts import ExpertsConfig
-from funcops.program import rules
 
 SIZES = dict(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, head_size=8, hidden=32, context=16)
 PLAIN = DecoderConfig(**SIZES, rope=RopeConfig(8), tied=True)

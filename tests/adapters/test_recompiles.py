@@ -36,8 +36,8 @@ from funcops import (
     skip,
 )
 from funcops import nn as fnn
+from funcops.engine.trees import leaves, tensors, tree_map_tensors
 from funcops.testing import assert_close
-from funcops.trees import leaves, tensors, tree_map_tensors
 
 D = 8
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from funcops import Needs, TorchConfig, differentiable, op_from_torch
-from funcops.contract.op import OpConfig, config
-from funcops.trees import cast, leaves, tree_map_tensors
+from funcops.engine.contract.op import OpConfig, config
+from funcops.engine.trees import cast, leaves, tree_map_tensors
 
 
 @config

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from funcops import InterleaveConfig, RepeatConfig, interleave, random, repeat
 from funcops import nn as fnn
-from funcops.trees import WithExtras
+from funcops.engine.trees import WithExtras
 
 D = 16
 

@@ -24,9 +24,9 @@ import triton
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from funcops.backend import aot
-from funcops.backend.aot import TARGETS, _code_bytes, _read_amd, _read_nvidia, config_of, stubbed, takes_descriptors
-from funcops.backend.launch import Launched
+from funcops.engine.backend import aot
+from funcops.engine.backend.aot import TARGETS, _code_bytes, _read_amd, _read_nvidia, config_of, stubbed, takes_descriptors
+from funcops.engine.backend.launch import Launched
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "benchmarks" / "aot.csv"
@@ -39,16 +39,16 @@ from funcops import (
     ActivationConfig, ChainConfig, LayerNormConfig, LinearConfig, RMSNormConfig, Step, activation, chain, layer_norm, linear,
     rms_norm,
 )
-from funcops.backend.aot import COMPILER, TARGETS, config_of, inspect, name_of, stubbed
-from funcops.backend.fingerprint import fingerprint
-from funcops.backend import backend
-from funcops.backend.launch import compiled_launches, launcher, planned_launches
+from funcops.engine.backend.aot import COMPILER, TARGETS, config_of, inspect, name_of, stubbed
+from funcops.engine.backend.fingerprint import fingerprint
+from funcops.engine.backend import backend
+from funcops.engine.backend.launch import compiled_launches, launcher, planned_launches
 from benchmarks.aot import never_built, plan, read
 from benchmarks.choices import norms, recipes, scaled_product
-from funcops.kernels import quantize, quantize_after
-from funcops.kernels.triton.matmul import Epilogue, matmul, rows_of
+from funcops.library.kernels import quantize, quantize_after
+from funcops.library.kernels.triton.matmul import Epilogue, matmul, rows_of
 from funcops.low_precision import NVFP4, Fp8Block, Fp8Delayed, quantize_params, recipe_init, with_recipe
-from funcops.residuals.codec import CODECS
+from funcops.engine.residuals.codec import CODECS
 
 @triton.jit
 def greedy(x_ptr, y_ptr, BLOCK: tl.constexpr):
@@ -180,7 +180,7 @@ def rows():
 
 @pytest.fixture(scope="module", params=[pytest.param("every target", marks=pytest.mark.slow)])
 def found(tmp_path_factory):
-    from funcops.backend.aot import TARGETS
+    from funcops.engine.backend.aot import TARGETS
 
     seed = int(time.time() // 86400)
     path = tmp_path_factory.mktemp("aot") / "program.py"
@@ -195,7 +195,7 @@ def found(tmp_path_factory):
 
 
 def within_limits(build):
-    from funcops.backend.aot import TARGETS
+    from funcops.engine.backend.aot import TARGETS
 
     target = build["target"]
     assert build["shared"] <= TARGETS[target].shared_limit, build
@@ -423,7 +423,7 @@ def test_figures_of_an_nvidia_build_are_read_from_its_file(ptx, tools):
     assert tools == [("cuobjdump", "-res-usage", cubin), ("nvdisasm", "-c", cubin)][: 1 + bool(opcodes)]
 
 
-def kernel_of(*names, module="funcops.kernels.triton.norm", name="_forward", src=""):
+def kernel_of(*names, module="funcops.library.kernels.triton.norm", name="_forward", src=""):
     params = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in names]
     return SimpleNamespace(params=params, __module__=module, __name__=name, src=src)
 

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import ActivationConfig, activation, random
 from funcops.adapters.autograd import differentiable
-from funcops.backend import backend, declare, gemm, kernel, select
-from funcops.backend.declare import Kernel
-from funcops.kernels import linear, sibling_linear
-from funcops.kernels.activation import activation_bwd
-from funcops.kernels.bias_activation import bias_activation_bwd
-from funcops.kernels.norm import rms_norm_bwd, row_sums
+from funcops.engine.backend import backend, declare, gemm, kernel, select
+from funcops.engine.backend.declare import Kernel
+from funcops.library.kernels import linear, sibling_linear
+from funcops.library.kernels.activation import activation_bwd
+from funcops.library.kernels.bias_activation import bias_activation_bwd
+from funcops.library.kernels.norm import rms_norm_bwd, row_sums
 
 
 @kernel()
@@ -280,7 +280,7 @@ def test_tensors_on_the_cpu_are_left_to_torch_beside_a_gpu(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_triton_without_a_gpu_names_its_interpreter():
-    from funcops.backend import launch
+    from funcops.engine.backend import launch
 
     with pytest.raises(RuntimeError, match="name must be 'torch' without a GPU, got 'triton'.*TRITON_INTERPRET=1"):
         launch._first_device()

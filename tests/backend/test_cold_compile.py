@@ -21,10 +21,10 @@ import funcops.nn as fnn
 from funcops import *
 from funcops import ActivationConfig, ChainConfig, LinearConfig, LinearParams, RMSNormConfig
 from funcops import chain_dgrad, chain_fwd, chain_wgrad, linear_bwd, linear_fwd
-from funcops import random
-from funcops.backend import backend
+from funcops.engine import random
+from funcops.engine.backend import backend
 from funcops.testing.tolerances import assert_close
-from funcops.trees import stands_for_one, tree_map
+from funcops.engine.trees import stands_for_one, tree_map
 torch.manual_seed(0)
 eager = []
 def check(call, *args, backward=False, dtype=torch.float32, name="", within=contextlib.nullcontext):

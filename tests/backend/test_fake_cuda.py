@@ -8,11 +8,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops.ops.linear_wgrads import Product
+from funcops.engine.trees import leaves, tensors, tree_map_tensors
+from funcops.library.ops.linear_wgrads import Product
 from funcops.optim import AdamWConfig, AdamWState, adamw_update
 from funcops.optim import adamw as optimiser
 from funcops.testing.laws import float_like
-from funcops.trees import leaves, tensors, tree_map_tensors
 
 ROWS = [(case, dtype) for case, dtype in CASES if dtype in (torch.float64, torch.float32, torch.bfloat16)]
 

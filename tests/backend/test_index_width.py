@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 EVERY_KERNEL = """
 import json, torch
 from index_ranges import wrong_addresses
-from funcops.backend import backend
-from funcops.backend.aot import TARGETS, name_of, stubbed
-from funcops.backend.launch import compiled_launches
+from funcops.engine.backend import backend
+from funcops.engine.backend.aot import TARGETS, name_of, stubbed
+from funcops.engine.backend.launch import compiled_launches
 from benchmarks.aot import never_built
 from benchmarks.kernel_calls import Maker, kernel_calls
 
@@ -42,8 +42,8 @@ print(json.dumps({"wrong": wrong, "sizes": sizes}))
 NARROW = """
 import json, torch, triton, triton.language as tl
 from index_ranges import wrong_addresses
-from funcops.backend.aot import stubbed
-from funcops.backend.launch import compiled_launches, launcher
+from funcops.engine.backend.aot import stubbed
+from funcops.engine.backend.launch import compiled_launches, launcher
 
 @triton.jit
 def by_rows(x_ptr, rows, width, WIDE: tl.constexpr, BLOCK: tl.constexpr):

@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from triton import language as tl  # noqa: E402
 
-from funcops.backend.launch import launcher  # noqa: E402
+from funcops.engine.backend.launch import launcher  # noqa: E402
 
 
 @triton.jit

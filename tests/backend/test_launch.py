@@ -17,14 +17,15 @@ import torch
 pytest.importorskip("triton")
 from triton._C.libtriton import native_specialize_impl
 
-from funcops.backend import launch
+from funcops.engine.backend import launch
+from funcops.library.kernels import triton as kernels
 
 PROGRAM = """
 import json, torch
-from funcops.backend.launch import launched_kernels, launcher, planned_launches
-from funcops.backend.aot import stubbed
+from funcops.engine.backend.launch import launched_kernels, launcher, planned_launches
+from funcops.engine.backend.aot import stubbed
 from benchmarks.launch import cases
-from funcops.kernels.triton import random
+from funcops.library.kernels.triton import random
 from triton import knobs
 
 kernel, args = cases()["10 arguments"]
@@ -182,8 +183,8 @@ HANDED = """
 import json, torch, triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
-from funcops.backend.aot import TARGETS, StubDriver
-from funcops.backend.launch import launcher, use_driver
+from funcops.engine.backend.aot import TARGETS, StubDriver
+from funcops.engine.backend.launch import launcher, use_driver
 
 def as_tuple(launch, first, packed, rest):
     launch(*first, "fixed", packed, "annotations", rest)
@@ -321,7 +322,7 @@ def test_no_parameter_of_a_kernel_has_a_name_of_the_launcher_itself():
     own = set(re.findall(r"[A-Za-z_]\w*", re.sub(r"\{\w+\}", "", launch._SOURCE)))
     assert {"device", "fixed", "hit", "num_warps", "cache"} <= own
     found = 0
-    for path in (Path(launch.__file__).parents[1] / "kernels" / "triton").glob("*.py"):
+    for path in (Path(kernels.__file__).parent).glob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         launched = {one.args[0].id for one in nodes if isinstance(one, ast.Call) and ast.unparse(one.func) == "launcher"}
         for kernel in nodes:

@@ -12,7 +12,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from funcops.backend import aot, launch
+from funcops.engine.backend import aot, launch
 
 
 class Passing:

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from funcops.backend import tables
-from funcops.backend.tables import Tables, holding
+from funcops.engine.backend import tables
+from funcops.engine.backend.tables import Tables, holding
 
 CUDA = torch.device("cuda", 0)
 

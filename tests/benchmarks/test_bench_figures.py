@@ -13,9 +13,9 @@ from benchmarks.device import CudaTimer, Replay
 from benchmarks.kernel_calls import KernelCall, direct
 from benchmarks.measure import write_json
 from funcops import RouteConfig, RouteParams, route
-from funcops.kernels import fused_linear, norm
+from funcops.engine.trees import tensors
+from funcops.library.kernels import fused_linear, norm
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tensors
 
 
 class Clock:

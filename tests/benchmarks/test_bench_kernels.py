@@ -23,8 +23,8 @@ from benchmarks.kernel_calls import Maker
 from benchmarks.liger import COLUMNS, write_liger_csv
 from benchmarks.measure import write_csv, write_json
 from benchmarks.plot import draw
-from funcops.backend import backend
-from funcops.kernels import grouped, grouped_scaled
+from funcops.engine.backend import backend
+from funcops.library.kernels import grouped, grouped_scaled
 from funcops.testing.tolerances import FACTOR, ROUNDOFF, assert_close
 
 pytest.importorskip("triton")

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks import plain, step
 from benchmarks.measure import Row
+from funcops.engine.trees import paths
 from funcops.models.blocks import Sizes
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths
 
 SMALL = Sizes(dim=32, layers=2, heads=2, kv_heads=1, hidden=48, vocab=32, context=16, batch=2)
 

@@ -22,7 +22,7 @@ from benchmarks.traffic.calls import fingerprint_of, intercepted  # noqa: E402
 from benchmarks.traffic.count import count, total  # noqa: E402
 from benchmarks.traffic.limits import REASONS, missed  # noqa: E402
 from benchmarks.traffic.ours import cases, plan  # noqa: E402
-from funcops.kernels import triton as triton_kernels  # noqa: E402
+from funcops.library.kernels import triton as triton_kernels  # noqa: E402
 
 TABLE = Path(__file__).parents[2] / "docs" / "benchmarks" / "traffic.csv"
 CHEAP = 60_000  # bytes that a program asks for

@@ -66,6 +66,6 @@ def test_a_choice_is_measured_by_steps(monkeypatch):
 
 
 def _weights(params):
-    from funcops.trees import paths
+    from funcops.engine.trees import paths
 
     return [(path, t) for path, t in paths(params).items() if t is not None and t.dim() == 2]

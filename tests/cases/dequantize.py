@@ -2,9 +2,9 @@ import torch
 from hypothesis import strategies as st
 
 from funcops import QuantizeConfig, dequantize, dequantize_fwd
-from funcops.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E5M2_TENSOR, Format, quantize_tensor
+from funcops.engine.trees import replace
+from funcops.library.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E5M2_TENSOR, Format, quantize_tensor
 from funcops.testing import Case, Draw, Error
-from funcops.trees import replace
 
 FORMATS = (E4M3_BLOCK, E5M2_TENSOR, E4M3_MX, E2M1_NV, E4M3_SQUARE, Format("e4m3", (1, 0), "float32"))
 EXEMPT = ("finite_differences",)  # codes cannot be moved by a little

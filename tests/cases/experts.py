@@ -3,8 +3,8 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from funcops import ExpertsConfig, experts, experts_fwd, experts_wgrad
-from funcops.ops.experts import ExpertsParams
-from funcops.ops.grouped_linear import GroupedLinearParams
+from funcops.library.ops.experts import ExpertsParams
+from funcops.library.ops.grouped_linear import GroupedLinearParams
 from funcops.testing import Case, Draw, Error
 
 GATES = {

@@ -2,8 +2,8 @@ import torch
 from hypothesis import strategies as st
 
 from funcops import GroupedLinearConfig, grouped_linear, grouped_linear_fwd
-from funcops.kernels.routing import sort_by_expert
-from funcops.ops.grouped_linear import GroupedLinearParams
+from funcops.library.kernels.routing import sort_by_expert
+from funcops.library.ops.grouped_linear import GroupedLinearParams
 from funcops.testing import Case, Draw, Error
 
 

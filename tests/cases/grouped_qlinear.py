@@ -4,15 +4,15 @@ from cases.qlinear import EXEMPT, OF_SCALES, Products
 from hypothesis import strategies as st
 
 from funcops import ExpertsConfig, GroupedQLinearConfig, grouped_qlinear, grouped_qlinear_fwd, random
-from funcops.formats import QWeight, quantize_sides, stacked
-from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
-from funcops.formats.scaled import Scaled
-from funcops.kernels.routing import sort_by_expert
+from funcops.engine.trees import replace
+from funcops.library.formats import QWeight, quantize_sides, stacked
+from funcops.library.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
+from funcops.library.formats.scaled import Scaled
+from funcops.library.kernels.routing import sort_by_expert
+from funcops.library.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
+from funcops.library.ops.grouped_linear import GroupedLinearParams
 from funcops.low_precision import quantize_params
-from funcops.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
-from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.testing import Case, Draw, Error
-from funcops.trees import replace
 
 
 def reference(params, x, cfg):

@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_fwd
+from funcops.library.ops.linear import LinearConfig, LinearParams, linear, linear_fwd
 from funcops.testing import Case, Draw, Error
 
 

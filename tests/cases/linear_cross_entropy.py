@@ -5,7 +5,7 @@ import torch
 from hypothesis import strategies as st
 
 from funcops import LinearCrossEntropyConfig, linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_fwd
-from funcops.ops.linear_cross_entropy import LinearCrossEntropyParams
+from funcops.library.ops.linear_cross_entropy import LinearCrossEntropyParams
 from funcops.testing import Case, Error
 
 _spec = importlib.util.spec_from_file_location("cases_loss", Path(__file__).with_name("cross_entropy.py"))

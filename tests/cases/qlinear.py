@@ -1,12 +1,12 @@
 import torch
 from hypothesis import strategies as st
 
-from funcops.formats import QWeight, quantize_sides, quantize_tensor
-from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
-from funcops.formats.scaled import Scaled
-from funcops.kernels import quantize as kernels
-from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import QLinearConfig, qlinear, qlinear_fwd
+from funcops.library.formats import QWeight, quantize_sides, quantize_tensor
+from funcops.library.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
+from funcops.library.formats.scaled import Scaled
+from funcops.library.kernels import quantize as kernels
+from funcops.library.ops.linear import LinearParams
+from funcops.library.ops.qlinear import QLinearConfig, qlinear, qlinear_fwd
 from funcops.testing import Case, Draw, Error
 
 

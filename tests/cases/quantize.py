@@ -2,7 +2,7 @@ import torch
 from hypothesis import strategies as st
 
 from funcops import QuantizeConfig, quantize, quantize_fwd
-from funcops.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E5M2_TENSOR, Format, quantize_tensor
+from funcops.library.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E5M2_TENSOR, Format, quantize_tensor
 from funcops.testing import Case, Error
 
 FORMATS = (E4M3_BLOCK, E5M2_TENSOR, E4M3_MX, E2M1_NV, E4M3_SQUARE, Format("e4m3", (1, 0), "float32"))

@@ -18,8 +18,8 @@ from funcops import (
     repeat_fwd,
     skip,
 )
+from funcops.engine.trees import tree_map
 from funcops.testing import Case, Error
-from funcops.trees import tree_map
 
 
 def reference(params, x, cfg):

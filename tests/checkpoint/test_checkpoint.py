@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from funcops.checkpoint import CheckpointError, load, read_metadata, save
+from funcops.engine.trees import leaf, paths, same_structure, tree
 from funcops.optim import AdamWConfig, adamw_init
-from funcops.trees import leaf, paths, same_structure, tree
 
 pytest.importorskip("safetensors")
 

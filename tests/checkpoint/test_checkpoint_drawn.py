@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcops import checkpoint
 from funcops.checkpoint import CODES, CheckpointError, load, save
-from funcops.trees import leaf, leaves, paths, same_structure, tree
+from funcops.engine.trees import leaf, leaves, paths, same_structure, tree
 
 pytest.importorskip("safetensors")
 

@@ -11,9 +11,9 @@ import torch
 
 from funcops import checkpoint, dist
 from funcops.checkpoint import CHECKSUMS, CODES, CheckpointError, load, read_metadata, save
-from funcops.contract.digest import digest
-from funcops.errors import CheckpointWriteError
-from funcops.trees import paths, tree_map
+from funcops.engine.contract.digest import digest
+from funcops.engine.errors import CheckpointWriteError
+from funcops.engine.trees import paths, tree_map
 
 safetensors = pytest.importorskip("safetensors.torch")
 

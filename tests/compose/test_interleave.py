@@ -28,14 +28,14 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.contract.needs import Needs
-from funcops.contract.pausing import Flying, Pausing, landed, pausing, take_turns
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.pausing import Flying, Pausing, landed, pausing, take_turns
+from funcops.engine.program.values import add, fold_keys
+from funcops.engine.trees import nbytes, tree_map, tree_map_tensors
+from funcops.library.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
 from funcops.low_precision import NVFP4, quantize_params, with_recipe
-from funcops.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
-from funcops.program.values import add, fold_keys
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import nbytes, tree_map, tree_map_tensors
 
 
 def waiting(op):

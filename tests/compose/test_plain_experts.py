@@ -21,16 +21,16 @@ from funcops import (
     random,
     with_policy,
 )
-from funcops.backend import backend
 from funcops.checkpoint import load, save
+from funcops.engine.backend import backend
+from funcops.engine.residuals.report import report
+from funcops.engine.trees import paths, replace, tree_map_tensors
 from funcops.graphs import check_capturable
+from funcops.library.ops.experts import ExpertsParams
 from funcops.models import MoEConfig, moe, plain_experts
-from funcops.ops.experts import ExpertsParams
-from funcops.residuals.report import report
 from funcops.testing import LAWS, Case
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths, replace, tree_map_tensors
 
 
 def as_experts(tree):

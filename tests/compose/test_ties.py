@@ -8,7 +8,7 @@ import torch
 
 import funcops as fo
 from funcops import ChainConfig, Needs, RMSNormParams, Step, batch_wgrads, chain, differentiable, donate, random, with_policy
-from funcops.trees import at, paths, put, tensors, tree_map, tree_map_tensors, tree_map_with_path
+from funcops.engine.trees import at, paths, put, tensors, tree_map, tree_map_tensors, tree_map_with_path
 
 D, SEEDS = 3, range(80)
 PLAIN = {

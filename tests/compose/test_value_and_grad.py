@@ -5,8 +5,8 @@ import torch
 from lora_model import batch, ours, same_bits
 
 from funcops import CrossEntropyConfig, Needs, chain, cross_entropy, linear, value_and_grad, vjp
+from funcops.engine.trees import paths
 from funcops.lora import adapter, lora_needs
-from funcops.trees import paths
 
 
 def test_frozen_params_have_none():

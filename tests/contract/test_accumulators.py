@@ -43,14 +43,14 @@ from funcops import (
     skip,
     with_policy,
 )
-from funcops.backend import backend
-from funcops.contract.accumulators import check_apart
-from funcops.contract.needs import Needs
-from funcops.errors import GradModeError
-from funcops.residuals import Compress, Offload, Policy, Recompute
+from funcops.engine.backend import backend
+from funcops.engine.contract.accumulators import check_apart
+from funcops.engine.contract.needs import Needs
+from funcops.engine.errors import GradModeError
+from funcops.engine.residuals import Compress, Offload, Policy, Recompute
+from funcops.engine.trees import cast, flatten, paths, put, tensors, tree_map, tree_map_tensors
 from funcops.testing.layouts import LAYOUTS
 from funcops.testing.tolerances import assert_close
-from funcops.trees import cast, flatten, paths, put, tensors, tree_map, tree_map_tensors
 
 BODY = ChainConfig(
     steps=(

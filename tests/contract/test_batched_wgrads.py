@@ -36,15 +36,15 @@ from funcops import (
     skip,
     with_policy,
 )
-from funcops.backend import backend
 from funcops.distributed.ops.parallel_low_rank import ParallelLowRankConfig, parallel_low_rank
+from funcops.engine.backend import backend
+from funcops.engine.trees import cast, leaves, paths, tensors, tree_map_tensors
+from funcops.library.ops.grouped_wgrads import Columns
+from funcops.library.ops.low_rank import LowRankConfig, low_rank
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, gradients_like, quantize_params, recipe_init
-from funcops.ops.grouped_wgrads import Columns
-from funcops.ops.low_rank import LowRankConfig, low_rank
 from funcops.testing import run_ranks
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import cast, leaves, paths, tensors, tree_map_tensors
 
 pytest.importorskip("triton")
 

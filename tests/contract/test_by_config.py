@@ -10,12 +10,12 @@ import torch
 
 import funcops
 from funcops import GroupedQLinearConfig, Op, QLinearConfig, dist, donate, lora, low_precision, qlinear, random, remat
-from funcops.contract.by_config import ByConfig, class_by
-from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op
-from funcops.contract.schema import DGRAD, Residuals, saved
 from funcops.distributed import Mesh
-from funcops.formats.recipes import Fp8Current
-from funcops.trees import paths
+from funcops.engine.contract.by_config import ByConfig, class_by
+from funcops.engine.contract.op import OpConfig, config, dgrad_of, forward, make_op
+from funcops.engine.contract.schema import DGRAD, Residuals, saved
+from funcops.engine.trees import paths
+from funcops.library.formats.recipes import Fp8Current
 
 AXIS = Mesh.abstract({"tp": 1}, 0)["tp"]
 X, OFFSETS = random.normal(random.key(0), (4, 8), dtype=torch.float32), torch.tensor([0, 1, 4], dtype=torch.int32)

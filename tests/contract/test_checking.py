@@ -32,18 +32,18 @@ from funcops import (
     softmax,
 )
 from funcops.adapters.from_function import TorchConfig
-from funcops.contract import functions, schema
-from funcops.contract.checking import active
-from funcops.contract.marks import SAMPLE, Sampled
-from funcops.contract.op import dgrad_of, forward, make_op
-from funcops.contract.schema import DGRAD, residuals, saved
-from funcops.errors import FLOATS, check
+from funcops.engine.contract import functions, schema
+from funcops.engine.contract.checking import active
+from funcops.engine.contract.marks import SAMPLE, Sampled
+from funcops.engine.contract.op import dgrad_of, forward, make_op
+from funcops.engine.contract.schema import DGRAD, residuals, saved
+from funcops.engine.errors import FLOATS, check
+from funcops.engine.program.rules import changes
+from funcops.engine.residuals import donate
+from funcops.engine.trees import paths, tensors, tree_map_tensors
 from funcops.low_precision import Fp8Block, quantize_params
-from funcops.program.rules import changes
-from funcops.residuals import donate
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.guarded import MOVES
-from funcops.trees import paths, tensors, tree_map_tensors
 
 CASES = [  # the first of each op in the first tier
     pytest.param(case, case.dtypes[i % len(case.dtypes)], marks=() if case in FIRST else pytest.mark.slow)

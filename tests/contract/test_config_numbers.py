@@ -7,9 +7,9 @@ import torch
 from law_cases import MODULES
 
 from funcops import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling, optim, rope_table
+from funcops.engine.trees import tensors
 from funcops.precision import LossScaleConfig, loss_scale_init, loss_scale_update
 from funcops.testing.checks import float_like
-from funcops.trees import tensors
 
 NUMBERS = (0.0, -1.0, 5e-324, 1e-300, 1e-45, 1e-30, 1e30, 1e39, 1e300, 1.7e308, float("inf"), -float("inf"), float("nan"))
 

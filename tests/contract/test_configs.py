@@ -33,13 +33,13 @@ from funcops import (
     skip,
     walk,
 )
-from funcops.contract.configs import Composite
-from funcops.contract.needs import Needs
-from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, same_width
-from funcops.contract.schema import DGRAD, Residuals, saved
-from funcops.contract.walk import Inside, nested
-from funcops.formats import QTensor
-from funcops.trees import tensors, tree_map
+from funcops.engine.contract.configs import Composite
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import OpConfig, config, dgrad_of, forward, make_op, same_width
+from funcops.engine.contract.schema import DGRAD, Residuals, saved
+from funcops.engine.contract.walk import Inside, nested
+from funcops.engine.trees import tensors, tree_map
+from funcops.library.formats import QTensor
 
 CASES = list({id(case): (case, dtype) for case, dtype in LAW_CASES}.values())
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from funcops import ChainConfig, LinearConfig, StaleResidualError, Step, chain, linear, random
-from funcops.backend import kernel
-from funcops.contract.accumulators import accumulate
-from funcops.contract.needs import Needs
-from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of, wgrad_of
-from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
-from funcops.trees import leaf, tree
+from funcops.engine.backend import kernel
+from funcops.engine.contract.accumulators import accumulate
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of, wgrad_of
+from funcops.engine.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
+from funcops.engine.trees import leaf, tree
 
 
 @config

@@ -8,8 +8,8 @@ import torch
 from law_cases import FIRST
 
 from funcops import LinearConfig, batch_wgrads, linear, random
-from funcops.backend import backend
-from funcops.kernels.cross_entropy import cross_entropy_fwd
+from funcops.engine.backend import backend
+from funcops.library.kernels.cross_entropy import cross_entropy_fwd
 from funcops.optim import (
     AdamWConfig,
     MuonConfig,

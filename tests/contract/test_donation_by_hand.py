@@ -30,10 +30,10 @@ from funcops import (
     repeat,
     rms_norm,
 )
-from funcops.contract.schema import Saved
-from funcops.residuals.nested import Nested
+from funcops.engine.contract.schema import Saved
+from funcops.engine.residuals.nested import Nested
+from funcops.engine.trees import leaves, paths
 from funcops.testing.checks import float_like
-from funcops.trees import leaves, paths
 
 D = 8
 PARTS = {

@@ -8,10 +8,10 @@ import torch
 from law_cases import FIRST
 
 from funcops import Offload, Policy, donate, linear, random, remat, with_policy
-from funcops.contract.schema import Saved
-from funcops.formats import dense
+from funcops.engine.contract.schema import Saved
+from funcops.engine.trees import tensors, tree_map, tree_map_tensors
+from funcops.library.formats import dense
 from funcops.low_precision import NF4, weight_only
-from funcops.trees import tensors, tree_map, tree_map_tensors
 
 FLOAT = lambda t: t.is_floating_point() and t.dtype.itemsize > 1  # noqa: E731
 

@@ -39,14 +39,24 @@ from funcops import (
     with_policy,
 )
 from funcops.adapters.from_function import TorchConfig
-from funcops.contract import schema
-from funcops.contract.marks import Form, Moved
-from funcops.contract.op import dgrad_of, forward, make_op
-from funcops.contract.schema import DGRAD, Donated, Saved, residuals, saved
-from funcops.errors import FLOATS, check
+from funcops.engine.contract import schema
+from funcops.engine.contract.marks import Form, Moved
+from funcops.engine.contract.op import dgrad_of, forward, make_op
+from funcops.engine.contract.schema import DGRAD, Donated, Saved, residuals, saved
+from funcops.engine.errors import FLOATS, check
+from funcops.engine.trees import (
+    put,
+    replace,
+    same_structure,
+    structure,
+    tensors,
+    tree_map,
+    tree_map_tensors,
+    unflatten,
+    with_leaves,
+)
 from funcops.testing import Case, check_op
 from funcops.testing.guarded import COPIES, MOVES, law_guarded
-from funcops.trees import put, replace, same_structure, structure, tensors, tree_map, tree_map_tensors, unflatten, with_leaves
 
 COMBINED = [
     c for c in {str(c): c for c, _ in CASES}.values() if c.op.name == "chain" and "()" not in str(c) and "(0,)" not in str(c)
@@ -405,7 +415,7 @@ def test_a_missing_field_is_explained_by_its_declaration():
     """The explanation has `of` only if it differs from what the phases imply."""
     from types import SimpleNamespace
 
-    from funcops.contract.schema import DGRAD, WGRAD
+    from funcops.engine.contract.schema import DGRAD, WGRAD
     from funcops.testing.frugal import _declared
 
     for needed, usual in ((DGRAD, ("x",)), (WGRAD, ("params",)), (DGRAD | WGRAD, ("x", "params"))):

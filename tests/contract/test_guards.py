@@ -56,16 +56,16 @@ from funcops import (
     with_policy,
 )
 from funcops.adapters.autograd.transforms import refuse_tangents
-from funcops.backend import backend
-from funcops.contract.op import make_op
-from funcops.contract.rerun import first_run, note, second_run
-from funcops.contract.walk import remade
+from funcops.engine.backend import backend
+from funcops.engine.contract.op import make_op
+from funcops.engine.contract.rerun import first_run, note, second_run
+from funcops.engine.contract.walk import remade
 from funcops.graphs import graphed
+from funcops.library.ops.dropout import check_shared
+from funcops.library.ops.expert_steps import ExpertStepsConfig, expert_steps
+from funcops.library.ops.low_rank import LowRankConfig, low_rank_fwd, low_rank_init
 from funcops.low_precision import Format, Fp8Current, quantize_tensor
 from funcops.models import plain_experts
-from funcops.ops.dropout import check_shared
-from funcops.ops.expert_steps import ExpertStepsConfig, expert_steps
-from funcops.ops.low_rank import LowRankConfig, low_rank_fwd, low_rank_init
 from funcops.optim import global_norm
 from funcops.schedule import Collective, Costs, Link, Network, Schedule, draw, measure_stages, one_f_one_b, simulate
 from funcops.schedule.stage import Stage

@@ -9,7 +9,7 @@ import torch
 
 import funcops
 from funcops import Op, chain, linear, remat, with_policy
-from funcops.contract.op import make_op
+from funcops.engine.contract.op import make_op
 
 OPS = {name: value for room in (funcops, funcops.dist) for name, value in vars(room).items() if isinstance(value, Op)}
 

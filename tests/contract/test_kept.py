@@ -30,11 +30,11 @@ from funcops import (
     skip,
     with_policy,
 )
+from funcops.engine.residuals.forms import Packed
+from funcops.engine.trees import leaves, paths, replace, tensors, with_leaves
 from funcops.models.blocks import block_config, mlp_config
-from funcops.residuals.forms import Packed
 from funcops.testing.checks import float_like
 from funcops.testing.frugal import held, masks
-from funcops.trees import leaves, paths, replace, tensors, with_leaves
 
 STEPS = ChainConfig(
     steps=tuple(

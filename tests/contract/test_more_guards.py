@@ -40,15 +40,15 @@ from funcops import (
     with_policy,
 )
 from funcops.adapters.graphs.faults import COPY, SYNC, fault_of
-from funcops.backend import backend, gemm
-from funcops.errors import CheckpointError
-from funcops.kernels import routing
-from funcops.kernels.sibling_linear import joined_linear_dgrad, sibling_linear_dgrad
+from funcops.engine.backend import backend, gemm
+from funcops.engine.errors import CheckpointError
+from funcops.engine.trees import paths, put, tensors, tree_map_tensors
+from funcops.library.kernels import routing
+from funcops.library.kernels.sibling_linear import joined_linear_dgrad, sibling_linear_dgrad
 from funcops.lora import LowRankConfig, LowRankParams, adapter, lora_init, low_rank, save_adapter, with_adapter, with_lora
 from funcops.low_precision import Fp8Block
 from funcops.models import DecoderConfig, SamplingConfig, decoder, sample, to_hf
 from funcops.testing import run_ranks
-from funcops.trees import paths, put, tensors, tree_map_tensors
 
 OPS = [value for value in vars(funcops).values() if isinstance(value, funcops.Op)]
 BASE = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, LinearConfig(4, 4))))

@@ -39,8 +39,8 @@ from funcops import (
     with_policy,
 )
 from funcops import nn as fnn
-from funcops.backend.source import exact, literal
-from funcops.residuals import Policy, Recompute
+from funcops.engine.backend.source import exact, literal
+from funcops.engine.residuals import Policy, Recompute
 
 D = 4
 

@@ -19,11 +19,11 @@ from funcops import (
     linear_fwd,
     random,
 )
-from funcops.contract import needs as needs_module
-from funcops.contract.needs import sub_mask
-from funcops.formats import dense
+from funcops.engine.contract import needs as needs_module
+from funcops.engine.contract.needs import sub_mask
+from funcops.engine.trees import leaves, nothing_like, paths, same_structure, tree_map
+from funcops.library.formats import dense
 from funcops.testing.checks import float_like, same_bits
-from funcops.trees import leaves, nothing_like, paths, same_structure, tree_map
 
 
 def test_equal_needs_are_one_object():

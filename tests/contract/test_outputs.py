@@ -43,10 +43,10 @@ from funcops import (
     with_policy,
 )
 from funcops.adapters.flatten import flatten, unflatten
-from funcops.backend import backend
+from funcops.engine.backend import backend
+from funcops.engine.trees import leaves, paths, tensors, tree_map, tree_map_tensors
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, paths, tensors, tree_map, tree_map_tensors
 
 D = 4
 EXACT = ("save_all", "recompute_norms", "minimal", "offload_block_inputs")

@@ -43,11 +43,11 @@ from funcops import (
     with_policy,
 )
 from funcops.checkpoint import load, save
-from funcops.contract.op import wrap
-from funcops.errors import DonatedError
-from funcops.ops import linear_wgrads
+from funcops.engine.contract.op import wrap
+from funcops.engine.errors import DonatedError
+from funcops.engine.trees import cast, leaves, nbytes, paths, tensors, tree_map_tensors
+from funcops.library.ops import linear_wgrads
 from funcops.testing.tolerances import assert_close
-from funcops.trees import cast, leaves, nbytes, paths, tensors, tree_map_tensors
 
 HOW = [None, "each", "concatenate", "batch", "group"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

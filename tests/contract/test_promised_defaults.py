@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import funcops
-from funcops.contract.configs import OpConfig
+from funcops.engine.contract.configs import OpConfig
 
 TABLE = Path(__file__).parents[1] / "helpers" / "promised_defaults.txt"
 ROOMS = "", "dist", "graphs", "lora", "low_precision", "models", "optim", "precision", "random", "schedule", "testing"

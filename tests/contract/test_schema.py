@@ -31,11 +31,11 @@ from funcops import (
     report,
     unpack,
 )
-from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved
-from funcops.contract.schema import pending as pending_decorator
-from funcops.contract.schema import residuals as residuals_decorator
-from funcops.errors import SHORT, differing_parts
-from funcops.trees import nbytes, paths, replace, static, tree_map_tensors
+from funcops.engine.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved
+from funcops.engine.contract.schema import pending as pending_decorator
+from funcops.engine.contract.schema import residuals as residuals_decorator
+from funcops.engine.errors import SHORT, differing_parts
+from funcops.engine.trees import nbytes, paths, replace, static, tree_map_tensors
 
 CFG = LinearConfig(4, 3)
 DY = torch.ones(2, 3)
@@ -319,7 +319,7 @@ def test_functions_that_were_made_for_an_op_say_what_they_are():
         for half in ("init", "fwd", "bwd", "dgrad", "wgrad"):
             function = getattr(op, half)
             assert function.__name__ == function.__qualname__ == f"{op.name}_{half}" and function.__module__.startswith(
-                "funcops.ops"
+                "funcops.library.ops"
             )
             assert function.__doc__ and function.__doc__[0] in "`(" + string.ascii_letters, function.__name__
     assert fo.softcap.wgrad.__doc__ == "`softcap` has no params: takes None and returns None."

@@ -9,11 +9,11 @@ from law_cases import CASES
 
 import funcops
 from funcops import ChainConfig, LinearConfig, RepeatConfig, RopeConfig, Step, chain, dist, linear, lora, low_precision, repeat
-from funcops.errors import describe_tree
+from funcops.engine.errors import describe_tree
+from funcops.engine.trees import paths, put
+from funcops.library.ops import expert_steps
 from funcops.models import DecoderConfig, decoder
 from funcops.models.blocks import block_config, gpt2_block_config
-from funcops.ops import expert_steps
-from funcops.trees import paths, put
 
 NAMES = {
     **vars(tally),

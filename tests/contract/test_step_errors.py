@@ -34,8 +34,8 @@ from funcops import (
     skip,
     with_policy,
 )
-from funcops.backend import backend
-from funcops.trees import at, paths, put, tensors, tree_map, tree_map_tensors
+from funcops.engine.backend import backend
+from funcops.engine.trees import at, paths, put, tensors, tree_map, tree_map_tensors
 
 D = 4
 WAYS = ["plain", "fused", "minimal", "compress_int8"]

@@ -26,8 +26,9 @@ from funcops import (
 )
 from funcops.adapters.graphs import backend as graphs
 from funcops.adapters.graphs import graphed, graphed_op, make_graphed_callables
-from funcops.backend import backend
-from funcops.errors import BorrowedError, StaleResidualError
+from funcops.engine.backend import backend
+from funcops.engine.errors import BorrowedError, StaleResidualError
+from funcops.engine.trees import tensors, tree_map
 from funcops.optim import (
     AdamWConfig,
     MuonConfig,
@@ -43,7 +44,6 @@ from funcops.optim import (
     sgd_init,
     sgd_update,
 )
-from funcops.trees import tensors, tree_map
 
 BACKENDS = ("torch", "triton")
 

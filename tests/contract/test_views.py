@@ -5,9 +5,9 @@ import torch
 from dist_cases import ONE, collectives
 from law_cases import CASES
 
-from funcops.contract.needs import Needs
+from funcops.engine.contract.needs import Needs
+from funcops.engine.trees import tensors
 from funcops.testing.laws import run
-from funcops.trees import tensors
 
 NAMES = sorted({case.op.name for case, _ in CASES})
 

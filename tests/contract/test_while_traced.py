@@ -25,13 +25,13 @@ from funcops import (
 )
 from funcops.adapters.autocast import outside
 from funcops.adapters.nn import module
-from funcops.contract.checking import asked
-from funcops.contract.marks import Moved
-from funcops.contract.needs import sub_mask
-from funcops.contract.trace_safe_cache import equal
+from funcops.engine.contract.checking import asked
+from funcops.engine.contract.marks import Moved
+from funcops.engine.contract.needs import sub_mask
+from funcops.engine.contract.trace_safe_cache import equal
+from funcops.engine.trees import put, same_structure, static, tensors, tree, tree_map_tensors
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import put, same_structure, static, tensors, tree, tree_map_tensors
 
 LAYER = LinearConfig(4, 4)
 DEEP = ChainConfig(

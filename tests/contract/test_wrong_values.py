@@ -31,8 +31,8 @@ from funcops import (
     schedule,
     walk,
 )
-from funcops.contract.schema import Saved
-from funcops.errors import (
+from funcops.engine.contract.schema import Saved
+from funcops.engine.errors import (
     BorrowedError,
     CaptureError,
     DonatedError,
@@ -42,9 +42,9 @@ from funcops.errors import (
     StaleResidualError,
     describe,
 )
-from funcops.residuals.nested import Nested
+from funcops.engine.residuals.nested import Nested
+from funcops.engine.trees import leaf, paths, put, tensors, tree_map_tensors
 from funcops.testing import LAWS, check_op
-from funcops.trees import leaf, paths, put, tensors, tree_map_tensors
 
 ERRORS = (
     ValueError,

@@ -9,6 +9,7 @@ from lora_model import base_config, batch, drawn
 
 from funcops import Needs, WithExtras, chain, dist, random, remat
 from funcops.distributed import Mesh
+from funcops.engine.trees import at, paths
 from funcops.lora import (
     LowRankConfig,
     adapter,
@@ -25,7 +26,6 @@ from funcops.low_precision import Fp8Current, quantize_params, with_recipe
 from funcops.models import DecoderConfig, decoder, roles
 from funcops.testing import check_dist, run_ranks
 from funcops.testing.checks import same_bits
-from funcops.trees import at, paths
 
 RULES = {"embed": "vocab", "*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row", "head": "column", "loss": "vocab"}
 TARGETS = ("*.q.proj", "*.v.proj", "*.out", "*.up", "*.down")

@@ -47,14 +47,14 @@ from funcops import (
     route,
     skip,
 )
-from funcops.contract.configs import fields_of
-from funcops.contract.op import OpConfig, config, make_op
 from funcops.distributed import Mesh
+from funcops.engine.contract.configs import fields_of
+from funcops.engine.contract.op import OpConfig, config, make_op
+from funcops.engine.trees import paths
+from funcops.library.ops.activation import ActivationConfig
 from funcops.models import MoEConfig, moe
-from funcops.ops.activation import ActivationConfig
 from funcops.testing import run_ranks
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths
 
 D, NAMES = torch.float64, ("dp", "data", "replica", "ep", "x", "tp", "model", "cp", "seq", "node")
 

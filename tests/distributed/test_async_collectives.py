@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import DonatedError, Ledger, LedgerError, StaleResidualError, graphs, trees
-from funcops.contract.needs import Needs
 from funcops.distributed import (
     Axis,
     InFlight,
@@ -22,8 +21,9 @@ from funcops.distributed import (
     scatter_sum_start,
     sum_over_start,
 )
+from funcops.engine.contract.needs import Needs
+from funcops.engine.trees import tree_map
 from funcops.testing import run_ranks
-from funcops.trees import tree_map
 
 STARTS = {f.__name__: f for f in (gather_start, scatter_sum_start, sum_over_start, all_to_all_start)}
 WANT = {  # of x = 10 rank + (0, 1), by two ranks

@@ -11,13 +11,13 @@ from test_dist_checkpoint import ONE
 
 from funcops import dist
 from funcops.checkpoint import CODES
-from funcops.contract.digest import digest
 from funcops.distributed import Spec
 from funcops.distributed.checkpoint_index import MARK
-from funcops.errors import CheckpointError
+from funcops.engine.contract.digest import digest
+from funcops.engine.errors import CheckpointError
+from funcops.engine.trees import paths
 from funcops.optim import AdamWConfig, adamw_init
 from funcops.testing import run_ranks
-from funcops.trees import paths
 
 VALUES = (7, -3, 2**70, 0.1, float("inf"), True, False, "", "step 1,000", "µ\n")
 

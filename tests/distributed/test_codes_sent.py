@@ -34,14 +34,14 @@ from funcops import (
     rms_norm,
     skip,
 )
-from funcops.contract.walk import walk
 from funcops.distributed import Mesh
-from funcops.formats import quantize_tensor
+from funcops.engine.contract.walk import walk
+from funcops.engine.trees import nbytes, paths, tensors
+from funcops.library.formats import quantize_tensor
 from funcops.lora import with_lora
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, quantize_params, with_recipe
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
-from funcops.trees import nbytes, paths, tensors
 
 WIDTH, HIDDEN, EXPERTS = 256, 128, 4
 EXACT = (Fp8Block(), Fp8Block(bwd="e5m2"), MXFP8(keep="row"))
@@ -92,7 +92,7 @@ def step(cfg, params, weights, x, indices, dy):
 class Wire(TorchDispatchMode):
     """The bytes that this rank sends to others, by the dtype and shape of a row."""
 
-    runs = True  # see funcops.backend.declare.tracing
+    runs = True  # see funcops.engine.backend.declare.tracing
 
     def __init__(self, rank):
         super().__init__()

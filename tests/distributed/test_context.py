@@ -25,7 +25,7 @@ from funcops import (
     sink_attention,
 )
 from funcops.distributed import comm
-from funcops.kernels import attention as kernels
+from funcops.library.kernels import attention as kernels
 from funcops.testing import check_dist, run_ranks
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close

@@ -13,8 +13,8 @@ from tiers import drawn
 from funcops import DonatedError, Ledger, StaleResidualError, dist, optim, precision
 from funcops.distributed import Axis, Mesh, finish, gather_shards_start, global_norm, own_shards, reduce_start
 from funcops.distributed.buckets import Bucket, BucketLeaf
+from funcops.engine.trees import leaves, nbytes, paths, tensors, tree_map, tree_map_tensors
 from funcops.testing import run_ranks
-from funcops.trees import leaves, nbytes, paths, tensors, tree_map, tree_map_tensors
 
 ALONE = Axis("dp", 1, 0)
 SHAPES = ((), (1,), (3,), (4, 2), (5, 3), (8, 1, 2), (0, 4), (2, 0), (16,), (7,))

@@ -8,9 +8,9 @@ from tiers import drawn
 
 from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random, walk
 from funcops.distributed import Mesh
+from funcops.engine.trees import paths, tree_map_tensors
 from funcops.models import DecoderConfig, LatentConfig, LinearAttentionConfig, MoEConfig, decoder, decoder_x, roles
 from funcops.testing import run_ranks
-from funcops.trees import paths, tree_map_tensors
 
 SIZES = dict(vocab=16, dim=16, layers=2, heads=8, kv_heads=4, head_size=4, hidden=12, context=8)
 LLAMA = DecoderConfig(**SIZES, rope=RopeConfig(4))

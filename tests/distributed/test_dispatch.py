@@ -29,14 +29,14 @@ from funcops import (
     random,
     unpermute,
 )
-from funcops.contract.walk import walk
+from funcops.engine.contract.walk import walk
+from funcops.engine.trees import nbytes, paths, tree_map_tensors
 from funcops.graphs import check_capturable, graphed
 from funcops.low_precision import Fp8Current, with_recipe
 from funcops.models import MoEConfig, moe
 from funcops.testing import check_dist, run_ranks
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import nbytes, paths, tree_map_tensors
 
 CASES = [dispatch((1, 3), 3, 2), dispatch((2,), 2, 3, 0.5), dispatch((2,), 8, 2, 1.0, 8), dispatch((1,), 1, 2, 1.0, 1)]
 
@@ -127,7 +127,7 @@ def test_rows_without_a_capacity_are_the_used_ones_with_room_for_all():
 class Rows(TorchDispatchMode):
     """The rows that this rank sends to others, by the shape of a row."""
 
-    runs = True  # see funcops.backend.declare.tracing
+    runs = True  # see funcops.engine.backend.declare.tracing
 
     def __init__(self, rank):
         super().__init__()

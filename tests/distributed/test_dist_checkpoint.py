@@ -12,11 +12,11 @@ from drawn_leaves import MESHES, bits, drawn_leaf
 
 from funcops import chain, dist, random
 from funcops.distributed import Mesh, Spec
-from funcops.errors import CheckpointError
+from funcops.engine.errors import CheckpointError
+from funcops.engine.trees import elements, paths, tree_map, tree_map_tensors
 from funcops.models.blocks import block_config
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.testing import run_ranks
-from funcops.trees import elements, paths, tree_map, tree_map_tensors
 
 ONE = Mesh.abstract({"dp": 1, "cp": 1, "tp": 1, "pp": 1}, 0)
 RULES = {"*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}

@@ -5,6 +5,7 @@ import torch
 
 from funcops import dist
 from funcops.distributed import Mesh, Spec, gather_shards_start, own_shards
+from funcops.engine.trees import cast, paths, tree_map_tensors
 from funcops.optim import (
     AdamWConfig,
     BlockTensor,
@@ -19,7 +20,6 @@ from funcops.optim import (
 )
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
-from funcops.trees import cast, paths, tree_map_tensors
 
 WHOLE, CUT = (32, 64), (12, 40)  # on up to 4 ranks the parts of the one are whole blocks of 256, of the other they are not
 ADAMW, SGD = AdamWConfig(lr=0.01), SGDConfig(lr=0.01, momentum=0.9)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from funcops import dist
 from funcops.distributed import Mesh
-from funcops.errors import CheckpointError
+from funcops.engine.errors import CheckpointError
 from funcops.testing import run_ranks
 
 ONE = Mesh.abstract({"dp": 1}, 0)

@@ -31,9 +31,9 @@ from funcops import (
 )
 from funcops.distributed import Mesh, Spec
 from funcops.distributed.init import own_parts
-from funcops.program.values import abstract_params
+from funcops.engine.program.values import abstract_params
+from funcops.engine.trees import paths
 from funcops.testing.checks import same_bits
-from funcops.trees import paths
 
 
 def drawn_ranges(draw, n):

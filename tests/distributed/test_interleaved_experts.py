@@ -27,17 +27,17 @@ from funcops import (
     rms_norm,
     skip,
 )
-from funcops.backend import scopes
-from funcops.contract.pausing import take_turns
+from funcops.engine.backend import scopes
+from funcops.engine.contract.pausing import take_turns
+from funcops.engine.program.values import add
+from funcops.engine.trees import paths, put, tree_map_tensors
 from funcops.graphs import graphed
+from funcops.library.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
 from funcops.low_precision import Fp8Block, Fp8Delayed, quantize_params, recipe_init, with_recipe
 from funcops.models import MoEConfig, moe
-from funcops.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
-from funcops.program.values import add
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths, put, tree_map_tensors
 
 EXPERTS = 8
 

@@ -14,9 +14,9 @@ from forked import codes
 
 from funcops import dist
 from funcops.distributed import Mesh, Spec
-from funcops.errors import CheckpointError, DonatedError
+from funcops.engine.errors import CheckpointError, DonatedError
+from funcops.engine.trees import tree_map
 from funcops.testing import run_ranks
-from funcops.trees import tree_map
 
 ONE = Mesh.abstract({"dp": 1}, 0)
 OLD = {"w": torch.arange(6.0), "b": torch.ones(3)}

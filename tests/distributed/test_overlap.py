@@ -7,11 +7,11 @@ import torch
 from funcops import ChainConfig, Ledger, LinearConfig, Step, WithExtras, chain, dist, donate, linear, random
 from funcops.distributed import finish, own_shards, reduce_start
 from funcops.distributed.ring import scattered_products
+from funcops.engine.trees import cast, tree_map_tensors
 from funcops.low_precision import MXFP8, NVFP4, Fp8Current, Fp8Delayed, quantize_params, with_recipe
 from funcops.models.blocks import Sizes, block_config, decoder_config
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
-from funcops.trees import cast, tree_map_tensors
 
 SIZES = Sizes(dim=16, layers=3, heads=2, kv_heads=2, hidden=24, vocab=32)
 DECODER = decoder_config(SIZES)

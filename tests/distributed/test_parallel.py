@@ -67,14 +67,14 @@ from funcops import (
     softmax,
     unpermute,
 )
-from funcops.contract.op import make_op
 from funcops.distributed import Mesh
 from funcops.distributed.rewrite import ROLES
+from funcops.engine.contract.op import make_op
+from funcops.engine.trees import paths, tensors
 from funcops.models.blocks import block_config, gpt2_block_config
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths, tensors
 
 RULES = {"*.qkv.*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}
 PACKED = {"*.qkv": "column", "*.out": "row", "*.up": "column", "*.down": "row"}

@@ -10,6 +10,7 @@ from funcops import ExpertsConfig, RouteConfig, WithExtras, chain, dist, experts
 from funcops.distributed import comm
 from funcops.distributed.ops import _tokens
 from funcops.distributed.ops import parallel_experts as home
+from funcops.engine.trees import paths, put, tensors, tree_map_tensors
 from funcops.graphs import check_capturable
 from funcops.low_precision import (
     MXFP8,
@@ -26,7 +27,6 @@ from funcops.models import MoEConfig, moe
 from funcops.testing import check_dist, run_ranks
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths, put, tensors, tree_map_tensors
 
 
 def test_experts_equal_one_process():

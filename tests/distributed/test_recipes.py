@@ -12,6 +12,8 @@ from tiers import drawn
 
 from funcops import ChainConfig, LinearConfig, LinearParams, Needs, Step, chain, dist, linear, random
 from funcops.distributed import Mesh
+from funcops.engine.trees import tensors
+from funcops.library.ops.qlinear import QLinearConfig, qlinear
 from funcops.low_precision import (
     MXFP8,
     NVFP4,
@@ -26,10 +28,8 @@ from funcops.low_precision import (
     split_amaxes,
     with_recipe,
 )
-from funcops.ops.qlinear import QLinearConfig, qlinear
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
-from funcops.trees import tensors
 
 RECIPES = (
     Fp8Current(),

@@ -20,7 +20,7 @@ from forked import codes
 
 from funcops import dist
 from funcops.distributed import Mesh, Spec, checkpoint, checkpoint_files
-from funcops.errors import CheckpointError, CheckpointWriteError
+from funcops.engine.errors import CheckpointError, CheckpointWriteError
 from funcops.testing import run_ranks
 
 ONE = Mesh.abstract({"dp": 1}, 0)

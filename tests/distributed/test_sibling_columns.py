@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import Needs, WithExtras, chain, dist, explain, random
 from funcops.distributed import Mesh
+from funcops.engine.program import rules
+from funcops.engine.trees import paths, tree_map_tensors
 from funcops.low_precision import Fp8Block, gradients_like, quantize_params, recipe_init, with_recipe
 from funcops.models.blocks import block_config
-from funcops.program import rules
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
-from funcops.trees import paths, tree_map_tensors
 
 RULES = {"*.qkv.*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}
 BLOCK = block_config(256, 4, 256, 4)

@@ -10,9 +10,9 @@ from drawn_leaves import MESHES, bits, drawn_leaf
 
 from funcops import LinearParams, dist
 from funcops.checkpoint import CODES
-from funcops.contract.digest import digest
 from funcops.distributed import Mesh, Spec
 from funcops.distributed.boxes import own_runs
+from funcops.engine.contract.digest import digest
 from funcops.testing import run_ranks
 
 

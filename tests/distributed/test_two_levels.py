@@ -38,10 +38,10 @@ from funcops import (
     skip,
 )
 from funcops.distributed import comm
+from funcops.engine.trees import paths
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths
 
 D = torch.float64
 

@@ -22,10 +22,10 @@ from funcops import (
     skip,
 )
 from funcops.distributed import Mesh, Spec
-from funcops.errors import CheckpointError
+from funcops.engine.errors import CheckpointError
+from funcops.engine.trees import paths, tensors
 from funcops.optim import AdamWConfig, AdamWState, adamw_init, adamw_update
 from funcops.testing import run_ranks
-from funcops.trees import paths, tensors
 
 ADAMW = AdamWConfig()
 SIZES = [{"tp": 1, "dp": n} for n in (1, 2, 3, 4, 7)] + [{"tp": 2, "dp": n} for n in (1, 2, 3)] + [{"tp": 3, "dp": 2}]

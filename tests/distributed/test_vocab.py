@@ -23,8 +23,8 @@ from funcops import (
     linear_cross_entropy,
     random,
 )
-from funcops.contract.needs import Needs
 from funcops.distributed.ops._vocab import parts_of_rows
+from funcops.engine.contract.needs import Needs
 from funcops.testing import check_dist, run_ranks
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close

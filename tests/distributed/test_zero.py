@@ -41,14 +41,14 @@ from funcops import (
 )
 from funcops.distributed import Mesh, buckets, finish, gather_shards_start, own_shards, reduce_start
 from funcops.distributed import shards as shards_of_trees
+from funcops.engine.trees import cast, nbytes, paths, tensors, tree_map_tensors
+from funcops.library.ops.route import RouteParams
 from funcops.low_precision import NVFP4, Fp8Block, Fp8Delayed, with_recipe
-from funcops.ops.route import RouteParams
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, decay_mask
 from funcops.schedule import Schedule, run
 from funcops.testing import run_ranks
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import cast, nbytes, paths, tensors, tree_map_tensors
 
 EVEN, ODD = 32, 6  # widths. Torch's fused updates round what fills no vector of 8 in other instructions: bits need even shards
 LAYERS, MICROBATCHES = 2, 4

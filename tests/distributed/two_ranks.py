@@ -18,11 +18,11 @@ from torch._C._distributed_c10d import _get_work_registry_size
 
 from funcops import ChainConfig, GLUConfig, LinearConfig, RepeatConfig, Step, chain, dist, glu, linear, random, repeat
 from funcops.checkpoint import CODES
-from funcops.contract.digest import digest
 from funcops.distributed import Mesh, comm
+from funcops.engine.contract.digest import digest
+from funcops.engine.trees import leaves, tensors, tree_map
 from funcops.testing import run_ranks
 from funcops.testing.checks import float_like
-from funcops.trees import leaves, tensors, tree_map
 
 
 def mlp(tp, overlap="bulk", sequence=True):

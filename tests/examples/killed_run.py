@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 class Bytes(TorchDispatchMode):
     """The most bytes of tensors that were alive at one time."""
 
-    runs = True  # see funcops.backend.declare.tracing
+    runs = True  # see funcops.engine.backend.declare.tracing
 
     def __init__(self):
         super().__init__()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from programs import check_picture, main_of, run
 
 from funcops import Needs
-from funcops.trees import paths, tree_map_tensors
+from funcops.engine.trees import paths, tree_map_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "gallery.md"

@@ -11,8 +11,8 @@ from programs import check_picture, main_of, run
 
 from funcops import Needs, RopeConfig, chain, random
 from funcops.adapters.autograd import differentiable
+from funcops.engine.trees import paths, tensors, tree_map_tensors
 from funcops.models import DecoderConfig, decoder, decoder_x
-from funcops.trees import paths, tensors, tree_map_tensors
 
 D = torch.float64
 EXAMPLE = main_of("10_preferences.py").__globals__

@@ -14,9 +14,9 @@ import torch
 from programs import check_picture
 from train_runs import TINY, losses, run
 
-from funcops.backend import backend
+from funcops.engine.backend import backend
+from funcops.engine.trees import paths, tensors, tree_map_tensors
 from funcops.optim import adamw_init, adamw_update, muon_init, muon_update, partition
-from funcops.trees import paths, tensors, tree_map_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,9 +11,9 @@ from programs import check_picture
 
 from benchmarks.plain import PlainLlama, plain_name
 from benchmarks.plain_moe import Mixture, Router
-from funcops.contract.walk import steps
+from funcops.engine.contract.walk import steps
+from funcops.engine.trees import paths
 from funcops.testing.checks import same_bits
-from funcops.trees import paths
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

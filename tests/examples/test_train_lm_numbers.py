@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.plain import PlainLlama, plain_name
-from funcops import random
-from funcops.trees import paths, tensors
+from funcops.engine import random
+from funcops.engine.trees import paths, tensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train_lm  # noqa: E402

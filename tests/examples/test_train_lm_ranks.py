@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from funcops import chain, dist, random
+from funcops.engine.trees import nbytes, paths, tree_map_tensors
 from funcops.optim import BlockTensor
 from funcops.testing import run_ranks
-from funcops.trees import nbytes, paths, tree_map_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = "--dim 16 --layers 2 --heads 4 --kv-heads 4 --hidden 24 --context 16 --batch 8 --dtype float64 --lr 0.02 --warmup 2".split()

@@ -8,13 +8,14 @@ import re
 import pytest
 import torch
 
-from funcops import formats, random
-from funcops.backend import backend
-from funcops.formats import Format, QWeight, dense, quantize_sides, quantize_tensor, turned
-from funcops.formats.qtensor import check_quantized
-from funcops.kernels import quantize as kernels
+from funcops import random
+from funcops.engine.backend import backend
+from funcops.engine.trees import replace
+from funcops.library import formats
+from funcops.library.formats import Format, QWeight, dense, quantize_sides, quantize_tensor, turned
+from funcops.library.formats.qtensor import check_quantized
+from funcops.library.kernels import quantize as kernels
 from funcops.low_precision import MXFP8
-from funcops.trees import replace
 
 np = pytest.importorskip("numpy")
 ml_dtypes = pytest.importorskip("ml_dtypes")

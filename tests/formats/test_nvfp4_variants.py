@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from funcops import LinearConfig, QLinearConfig, linear, qlinear, random
-from funcops.backend import backend
-from funcops.contract.op import config
-from funcops.formats import Format, QTensor, dense, quantize_sides, quantize_tensor, turned
-from funcops.kernels import quantize
+from funcops.engine.backend import backend
+from funcops.engine.contract.op import config
+from funcops.library.formats import Format, QTensor, dense, quantize_sides, quantize_tensor, turned
+from funcops.library.kernels import quantize
+from funcops.library.ops.grouped_qlinear import GroupedQLinearConfig
+from funcops.library.ops.qlinear_wgrads import product
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Recipe, quantize_params
-from funcops.ops.grouped_qlinear import GroupedQLinearConfig
-from funcops.ops.qlinear_wgrads import product
 
 np = pytest.importorskip("numpy")
 ml_dtypes = pytest.importorskip("ml_dtypes")

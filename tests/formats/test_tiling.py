@@ -7,7 +7,7 @@ import random as draws
 import pytest
 import torch
 
-from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, quantize_tensor, turned
+from funcops.library.formats import E4M3_BLOCK, E5M2_BLOCK, quantize_tensor, turned
 
 SPAN = {"e4m3": 14336, "e5m2": 7 * 2**26}  # half of the largest over the least normal number
 

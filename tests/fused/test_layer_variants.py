@@ -35,15 +35,15 @@ from funcops import (
     rope_table,
     skip,
 )
-from funcops.backend import backend
-from funcops.contract.configs import Composite, fields_of
-from funcops.kernels import triton as triton_kernels
+from funcops.engine.backend import backend
+from funcops.engine.contract.configs import Composite, fields_of
+from funcops.engine.trees import paths, put
+from funcops.library.kernels import triton as triton_kernels
 from funcops.lora import lora_init, lora_needs, with_lora
 from funcops.lora.rewrite import adapted_linears
 from funcops.low_precision import Fp8Block, Fp8Current, gradients_like, quantize_params, recipe_init, with_recipe
 from funcops.models.blocks import block_config, gpt2_block_config
 from funcops.testing import run_ranks
-from funcops.trees import paths, put
 
 pytest.importorskip("triton")
 

@@ -20,13 +20,13 @@ from funcops import (
     reshape,
     rope,
 )
-from funcops.backend import backend
-from funcops.fused import pack_qkv, siblings
+from funcops.engine.backend import backend
+from funcops.engine.trees import at, paths, tensors, tree_map
+from funcops.library.fused import pack_qkv, siblings
 from funcops.lora import lora_init, with_lora
 from funcops.models.blocks import Sizes, block_config, decoder_config
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.testing.tolerances import assert_close
-from funcops.trees import at, paths, tensors, tree_map
 
 NAMES = "qkv"
 CFG = block_config(32, heads=4, hidden=48, kv_heads=2)

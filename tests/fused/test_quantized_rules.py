@@ -33,18 +33,18 @@ from funcops import (
     random,
     rms_norm,
 )
-from funcops.backend import gemm
-from funcops.contract.op import config
-from funcops.kernels import activation as activations
-from funcops.kernels import glu as glus
-from funcops.kernels import norm, quantize_after
-from funcops.kernels.quantize import quantize_row
+from funcops.engine.backend import gemm
+from funcops.engine.contract.op import config
+from funcops.engine.program import rules
+from funcops.engine.trees import nbytes, tree_map_tensors
+from funcops.library.kernels import activation as activations
+from funcops.library.kernels import glu as glus
+from funcops.library.kernels import norm, quantize_after
+from funcops.library.kernels.quantize import quantize_row
 from funcops.low_precision import MXFP8, Format, Fp8Block, Fp8Current, Fp8Delayed, Recipe, quantize_params, recipe_init
-from funcops.program import rules
 from funcops.testing import LAWS, Case
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.layouts import LAYOUTS
-from funcops.trees import nbytes, tree_map_tensors
 
 HOW = [("e4m3", 128, "pow2"), ("e5m2", 128, "float32"), ("e4m3", 32, "e8m0")]
 

@@ -34,15 +34,15 @@ from funcops import (
     reshape,
     rope,
 )
-from funcops.backend import backend, gemm
-from funcops.fused import siblings
-from funcops.kernels import sibling_linear
+from funcops.engine.backend import backend, gemm
+from funcops.engine.program import rules
+from funcops.engine.trees import leaves, paths, replace, tensors, tree_map
+from funcops.library.fused import siblings
+from funcops.library.kernels import sibling_linear
 from funcops.low_precision import Fp8Block
-from funcops.program import rules
 from funcops.testing import LAWS, Case
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, paths, replace, tensors, tree_map
 
 
 def heads_of(count, size, biased, theta=None):

@@ -21,8 +21,8 @@ from funcops import (
     linear,
     random,
 )
+from funcops.engine.trees import leaves, paths, tree_map
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
-from funcops.trees import leaves, paths, tree_map
 
 CFG = ChainConfig(
     steps=(

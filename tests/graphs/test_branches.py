@@ -23,7 +23,7 @@ from funcops import (
     skip,
     trees,
 )
-from funcops.errors import CaptureError
+from funcops.engine.errors import CaptureError
 from funcops.graphs import branch, graph_data, graphed, wgrads_beside
 
 BUFFERS = 6

@@ -6,8 +6,8 @@ import torch
 from funcops import LinearConfig, Needs, linear, random
 from funcops.adapters.graphs import GraphCache, cut_rows, pad_rows
 from funcops.adapters.graphs.backend import RecorderBackend
+from funcops.engine.trees import tensors
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CFG = LinearConfig(4, 3)

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from funcops import nn as fnn
 from funcops.adapters.graphs import callables, make_graphed_callables
-from funcops.errors import BorrowedError, CaptureError, GraphOrderError, StaleResidualError
+from funcops.engine.errors import BorrowedError, CaptureError, GraphOrderError, StaleResidualError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]

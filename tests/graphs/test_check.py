@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcops import GradModeError, graphs
 from funcops.adapters.graphs import check_capturable, graphed
 from funcops.adapters.graphs.faults import as_if_capturing, fault_of, is_users
-from funcops.errors import CaptureError
+from funcops.engine.errors import CaptureError
 
 SOURCE = Path(planted.__file__).read_text().splitlines()
 PLANTED = {node.name: node for node in ast.parse("\n".join(SOURCE)).body if isinstance(node, ast.FunctionDef)}

@@ -17,8 +17,8 @@ from funcops import named_scope, named_steps
 from funcops.adapters.graphs import backend as graphs
 from funcops.adapters.graphs import branch, branches, graphed
 from funcops.adapters.graphs.backend import DeviceBackend, Options
-from funcops.backend.tables import hold
-from funcops.errors import CaptureError
+from funcops.engine.backend.tables import hold
+from funcops.engine.errors import CaptureError
 
 
 def test_capture_and_replay(monkeypatch):

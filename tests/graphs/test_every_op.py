@@ -25,10 +25,10 @@ from funcops import (
     with_policy,
 )
 from funcops.adapters.graphs import check_capturable, graphed_op
-from funcops.backend import backend
-from funcops.formats import dense
+from funcops.engine.backend import backend
+from funcops.engine.trees import paths, tree_map, tree_map_tensors
+from funcops.library.formats import dense
 from funcops.models.blocks import Sizes, decoder_config
-from funcops.trees import paths, tree_map, tree_map_tensors
 
 FILES = sorted((Path(__file__).parents[1] / "cases").glob("*.py"))
 

@@ -11,8 +11,8 @@ from model import batch, init, same, step
 from funcops import LinearConfig, linear, random
 from funcops.adapters.graphs import check_capturable, graphed
 from funcops.adapters.graphs.statics import clones
-from funcops.errors import BorrowedError, CaptureError, GradModeError, StaleResidualError
-from funcops.trees import tensors
+from funcops.engine.errors import BorrowedError, CaptureError, GradModeError, StaleResidualError
+from funcops.engine.trees import tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DONATED = {"0": "donated", "1": "donated"}

@@ -27,9 +27,9 @@ from funcops import (
 )
 from funcops.adapters.graphs import graphed_op
 from funcops.adapters.graphs.statics import clones
-from funcops.errors import BorrowedError, CaptureError, GraphOrderError, StaleResidualError
+from funcops.engine.errors import BorrowedError, CaptureError, GraphOrderError, StaleResidualError
+from funcops.engine.trees import tensors, tree_map, tree_map_tensors
 from funcops.schedule import delay_w, one_f_one_b, zb_h1, zb_h2
-from funcops.trees import tensors, tree_map, tree_map_tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NEEDS = Needs(x=False)

@@ -11,8 +11,8 @@ from model import CFG, batch, init, same
 from funcops import LinearConfig, chain, linear, random
 from funcops import nn as fnn
 from funcops.adapters.graphs import graphed, graphed_op, make_graphed_callables, timeline
-from funcops.errors import BorrowedError, StaleResidualError
-from funcops.trees import tensors
+from funcops.engine.errors import BorrowedError, StaleResidualError
+from funcops.engine.trees import tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

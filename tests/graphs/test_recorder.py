@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from funcops.adapters.graphs.recorder import Pool, record
-from funcops.errors import BorrowedError, CaptureError
-from funcops.trees import tensors
+from funcops.engine.errors import BorrowedError, CaptureError
+from funcops.engine.trees import tensors
 
 
 def recorded(fn, *inputs, pool=None):

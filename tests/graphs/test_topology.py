@@ -9,7 +9,7 @@ import torch
 from funcops import ChainConfig, LinearConfig, SoftcapConfig, Step, chain, linear, named_steps, random, softcap
 from funcops.adapters.graphs import conditional as module
 from funcops.adapters.graphs.topology import from_torch_data
-from funcops.backend.scopes import Label, labels_of
+from funcops.engine.backend.scopes import Label, labels_of
 from funcops.graphs import GraphData, GraphMemory, GraphNode, branch, graph_data, graph_diff, graph_memory, graphed, when
 
 CFG = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 8)), Step("cap", softcap, SoftcapConfig(30.0))))

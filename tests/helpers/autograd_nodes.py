@@ -4,7 +4,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from funcops import LinearConfig, random
-from funcops.trees import tree_map_tensors
+from funcops.engine.trees import tree_map_tensors
 
 LINEAR = LinearConfig(4, 3)
 

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 from funcops import EmbeddingParams, LinearConfig, LinearCrossEntropyParams, LinearParams, SinkAttentionParams, dist, linear, random
 from funcops.distributed import Mesh
-from funcops.formats.recipes import Fp8Current
+from funcops.engine.trees import tree_map
+from funcops.library.formats.recipes import Fp8Current
+from funcops.library.ops.experts import ExpertsParams
+from funcops.library.ops.grouped_linear import GroupedLinearParams
 from funcops.lora import LowRankParams
-from funcops.ops.experts import ExpertsParams
-from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.testing import Case, DistCase, Placed
-from funcops.trees import tree_map
 
 SHARD, INVARIANT, REPLICATE, PARTIAL = (Placed(kind) for kind in ("shard", "invariant", "replicate", "partial"))
 LAYERS = {"column": (dist.column_linear, dist.ColumnLinearConfig), "row": (dist.row_linear, dist.RowLinearConfig)}

@@ -31,7 +31,7 @@ from funcops import (
     with_policy,
 )
 from funcops import nn as fnn
-from funcops.residuals import Offload, Policy
+from funcops.engine.residuals import Offload, Policy
 
 D = 4
 

@@ -6,8 +6,8 @@ import torch
 from good_rows import ANY, CFG, META_KEY, NAME, ONE, Row, doubled, params, x
 
 from funcops import Needs, graphs, linear, nn, random
-from funcops.formats.recipes import Fp8Block
-from funcops.trees import tree_map_tensors
+from funcops.engine.trees import tree_map_tensors
+from funcops.library.formats.recipes import Fp8Block
 
 GRAPHED = {"slots": 1, "outputs": "clone", "warmup": 1, "capture_error_mode": "global", "keep_graph": False, "debug": False}
 GRAPHED["hooks"] = None

@@ -26,12 +26,13 @@ from good_trees import TREES
 from law_cases import CONFIGS
 
 import funcops
-from funcops import LinearParams, Needs, Op, RopeConfig, Save, chain, formats, linear, random, report, trees
+from funcops import LinearParams, Needs, Op, RopeConfig, Save, chain, linear, random, report, trees
 from funcops.adapters.nn.module import Prepared  # which takes the arguments of torch.nn's module
-from funcops.contract.schema import Saved
+from funcops.engine.contract.schema import Saved
+from funcops.engine.residuals.nested import Nested
+from funcops.engine.trees import tree_map_tensors
+from funcops.library import formats
 from funcops.models.blocks import block_config
-from funcops.residuals.nested import Nested
-from funcops.trees import tree_map_tensors
 
 BLOCK = block_config(4, heads=2, hidden=4)
 ROOMS = (

@@ -9,8 +9,8 @@ import torch
 from good_rows import CHAIN, Row, chain_params
 
 from funcops import lora, random
-from funcops.errors import describe
-from funcops.trees import paths, put, tree_map_tensors
+from funcops.engine.errors import describe
+from funcops.engine.trees import paths, put, tree_map_tensors
 
 CFG = lora.LowRankConfig(4, 4, 2, scale=0.5)
 ADAPTED = lora.with_lora(CHAIN, 2, ("a",), alpha=4.0)

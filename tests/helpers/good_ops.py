@@ -10,8 +10,8 @@ from good_rows import Row
 from law_cases import FIRST
 
 from funcops import Needs, Op, random, trees
+from funcops.engine.trees import tree_map_tensors
 from funcops.testing.checks import float_like
-from funcops.trees import tree_map_tensors
 
 
 def op_rows() -> dict[str, Row]:

@@ -9,7 +9,7 @@ import torch
 from good_rows import CFG, CHAIN, NAME, Row, chain_params, params, x
 
 from funcops import Needs, linear, schedule
-from funcops.trees import tree_map_tensors
+from funcops.engine.trees import tree_map_tensors
 
 
 def one_step() -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from good_rows import ANY, Row, doubled, params, tree, x
 
-from funcops import trees
+from funcops.engine import trees
 
 LEAVES = {("tree", "{'a': 'x', 'b': None}"): ANY, ("tree", "{'a': complex64[2, 2], 'b': None}"): ANY}
 NODES = {

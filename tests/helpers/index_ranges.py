@@ -9,7 +9,7 @@ experts: `MOST_ROWS` at most, as calls refuse more.
 import math
 import re
 
-from funcops.kernels.routing import MOST_ROWS
+from funcops.library.kernels.routing import MOST_ROWS
 
 ANY, WRONG = "any", "wrong"
 LOW, HIGH = -(2**31), 2**31 - 1

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.plain import PlainLlama, plain_name
 from funcops import RepeatConfig, WithExtras, chain, random
+from funcops.engine.trees import paths, same_structure, tree_map_with_path
 from funcops.lora import adapter, lora_init, with_lora
 from funcops.models.blocks import Sizes, decoder_config
-from funcops.trees import paths, same_structure, tree_map_with_path
 
 SIZES = Sizes(dim=16, layers=2, heads=2, kv_heads=1, hidden=24, vocab=32, context=9, batch=2)
 TARGETS = ("*.q.proj", "*.v.proj", "*.out", "*.up", "*.down")

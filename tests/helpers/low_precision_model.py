@@ -4,6 +4,7 @@ import torch
 
 import funcops as fo
 from funcops import ChainConfig, Step, chain, donate, random
+from funcops.engine.program.values import add
 from funcops.low_precision import (
     MXFP8,
     NVFP4,
@@ -17,7 +18,6 @@ from funcops.low_precision import (
     recipe_update,
     split_amaxes,
 )
-from funcops.program.values import add
 
 D, COUNT = 32, 3
 RECIPE = Fp8Delayed(history=4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from funcops.engine.trees import leaf, leaves, tensors, tree, tree_map, tree_map_tensors
 from funcops.optim import AdamWConfig, SGDConfig, adamw_init, adamw_update, sgd_init, sgd_update
-from funcops.trees import leaf, leaves, tensors, tree, tree_map, tree_map_tensors
 
 
 @tree

@@ -17,9 +17,9 @@ from funcops import (
     random,
     rms_norm,
 )
+from funcops.engine.trees import leaves
+from funcops.library.ops.linear import LinearConfig
 from funcops.models.blocks import block_config, gpt2_block_config
-from funcops.ops.linear import LinearConfig
-from funcops.trees import leaves
 
 LLAMA = block_config(64, 4, 96), {"positions": torch.arange(16)}
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-import funcops.trees
+import funcops.engine.trees
 from funcops.adapters.autograd import delayed, traced
 
 _ASKS = torch.compiler.is_dynamo_compiling

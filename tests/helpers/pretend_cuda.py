@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch.overrides import TorchFunctionMode
 
-from funcops.backend import backend
+from funcops.engine.backend import backend
 
 
 class _Here(TorchFunctionMode):

@@ -1,6 +1,6 @@
 """Counts what makes prose hard to read: docstrings that begin with a fragment, and phrases that have a plain word.
 
-python tests/helpers/prose.py funcops/kernels docs/models.md     lists them, with file and line
+python tests/helpers/prose.py funcops/library/kernels docs/models.md     lists them, with file and line
 """
 
 from __future__ import annotations

@@ -26,13 +26,13 @@ from funcops import (
     fork,
     linear,
 )
-from funcops.backend import wide
-from funcops.contract.accumulators import accumulate
-from funcops.contract.needs import Needs
-from funcops.contract.op import OpConfig, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved
-from funcops.errors import FLOATS, check, describe, fail
-from funcops.trees import leaf, tree
+from funcops.engine.backend import wide
+from funcops.engine.contract.accumulators import accumulate
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import OpConfig, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.engine.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved
+from funcops.engine.errors import FLOATS, check, describe, fail
+from funcops.engine.trees import leaf, tree
 
 
 @config

@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from funcops.backend import backend
-from funcops.backend.tables import Tables
-from funcops.kernels import adamw as kernels
+from funcops.engine.backend import backend
+from funcops.engine.backend.tables import Tables
+from funcops.library.kernels import adamw as kernels
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.testing.tolerances import assert_close
 
 pytest.importorskip("triton")
-from funcops.kernels.triton import adamw as launching  # noqa: E402
+from funcops.library.kernels.triton import adamw as launching  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(3, 5), (1,), (), (0, 4), (40, 1000)]

@@ -6,10 +6,10 @@ from tiers import drawn
 from tiny_kernel_calls import names, tiny
 from torch import Tensor
 
-from funcops.backend import backend
-from funcops.kernels.attention import aligned
+from funcops.engine.backend import backend
+from funcops.engine.trees import leaves, tree_map
+from funcops.library.kernels.attention import aligned
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, tree_map
 
 pytest.importorskip("triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops.kernels import attention
-from funcops.kernels.attention import attention_bwd, attention_fwd, cuda_bwd, cuda_fwd
+from funcops.library.kernels import attention
+from funcops.library.kernels.attention import attention_bwd, attention_fwd, cuda_bwd, cuda_fwd
 from funcops.testing.layouts import LAYOUTS
 from funcops.testing.tolerances import assert_close
 

@@ -20,11 +20,11 @@ from funcops import (
     attention_fwd,
     sink_attention,
 )
-from funcops.backend import backend
-from funcops.kernels import attention as library
-from funcops.kernels.attention import attend_bwd, attend_fwd
-from funcops.kernels.scored_attention import Score, scored_attention_bwd, scored_attention_fwd
-from funcops.kernels.triton import scaled_attention
+from funcops.engine.backend import backend
+from funcops.library.kernels import attention as library
+from funcops.library.kernels.attention import attend_bwd, attend_fwd
+from funcops.library.kernels.scored_attention import Score, scored_attention_bwd, scored_attention_fwd
+from funcops.library.kernels.triton import scaled_attention
 from funcops.testing.tolerances import assert_close
 
 aten = torch.ops.aten
@@ -188,7 +188,7 @@ def test_sinks_take_the_rows_that_there_are(monkeypatch):
         y, lse = attend_fwd(*args)
         return y, torch.nn.functional.pad(lse, (0, 27), value=float("inf"))
 
-    monkeypatch.setattr(importlib.import_module("funcops.ops.sink_attention"), "attend_fwd", padded)
+    monkeypatch.setattr(importlib.import_module("funcops.library.ops.sink_attention"), "attend_fwd", padded)
     y, longer = sink_attention.fwd(params, x, cfg)
     assert torch.equal(y, want) and torch.equal(longer.logsumexp, kept.logsumexp)
     assert longer.logsumexp.untyped_storage().nbytes() == 8 * 2 * 5
@@ -326,7 +326,7 @@ def test_the_last_rows_of_packed_sequences(score, first, monkeypatch):
 
     want = run(0)
     torch.testing.assert_close(run(first), want, rtol=0, atol=1e-14)
-    monkeypatch.setattr("funcops.kernels.scored_attention.read_here", lambda ends: False)  # as on a device
+    monkeypatch.setattr("funcops.library.kernels.scored_attention.read_here", lambda ends: False)  # as on a device
     torch.testing.assert_close(run(first), want, rtol=0, atol=1e-14)
     of_q, of_k = library._ends(ends, q[:, first:], k)
     assert of_k.tolist() == [*ends.tolist(), 12] and of_q.tolist() == [max(end - first, 0) for end in of_k.tolist()]

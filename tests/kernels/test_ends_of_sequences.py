@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from funcops.kernels import attention as library
-from funcops.kernels import scored_attention as declared
-from funcops.kernels.triton import scored_attention as by_triton
+from funcops.library.kernels import attention as library
+from funcops.library.kernels import scored_attention as declared
+from funcops.library.kernels.triton import scored_attention as by_triton
 from funcops.testing.tolerances import assert_close
 
 ENDS = {"early": [0, 3, 9], "empty": [0, 0, 9, 9], "none": [0], "whole": [0, 5, 14]}

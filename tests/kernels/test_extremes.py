@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from funcops.backend import backend
-from funcops.kernels import glu
-from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
-from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
-from funcops.kernels.softcap import softcap_fwd
+from funcops.engine.backend import backend
+from funcops.library.kernels import glu
+from funcops.library.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
+from funcops.library.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
+from funcops.library.kernels.softcap import softcap_fwd
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy's, of the interpreter

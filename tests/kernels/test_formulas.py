@@ -9,14 +9,14 @@ import pytest
 import torch
 from tiers import drawn
 
-import funcops.kernels
-from funcops.backend import wide
-from funcops.errors import describe
-from funcops.kernels import activation, glu, norm
+import funcops.library.kernels
+from funcops.engine.backend import wide
+from funcops.engine.errors import describe
+from funcops.engine.trees import tensors, tree_map_tensors
+from funcops.library.kernels import activation, glu, norm
 from funcops.testing.laws import poisoned_empties
 from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tensors, tree_map_tensors
 
 ELSEWHERE = {  # what holds the kernels that have no formula beside them: obvious bodies, and formulas that a test has already
     "test_extremes.FORMULAS": ("activation_fwd", "activation_bwd"),
@@ -125,9 +125,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DRAWN = 40
 BODIES = {
     f.kernel.name: f
-    for module in pkgutil.iter_modules(funcops.kernels.__path__)
+    for module in pkgutil.iter_modules(funcops.library.kernels.__path__)
     if not module.ispkg
-    for f in vars(importlib.import_module(f"funcops.kernels.{module.name}")).values()
+    for f in vars(importlib.import_module(f"funcops.library.kernels.{module.name}")).values()
     if hasattr(f, "plain")
 }
 

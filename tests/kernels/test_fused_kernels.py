@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from tiers import drawn
 
 from funcops import RopeConfig, random, rope_table
-from funcops.backend import backend
-from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, rope, sibling_linear
-from funcops.kernels.activation import ACTIVATIONS, activation_fwd
+from funcops.engine.backend import backend
+from funcops.library.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, rope, sibling_linear
+from funcops.library.kernels.activation import ACTIVATIONS, activation_fwd
 from funcops.testing.laws import poisoned_empties
 from funcops.testing.tolerances import assert_close
 
@@ -42,7 +42,7 @@ def large_ones_once(kinds, shapes, large):
 @pytest.fixture(autouse=True)
 def few_parts(monkeypatch):
     """Few programs, so that each takes one group of rows after another, as for thousands of rows."""
-    monkeypatch.setattr("funcops.kernels.triton.bias_activation.PARTS", 3)
+    monkeypatch.setattr("funcops.library.kernels.triton.bias_activation.PARTS", 3)
 
 
 def exact(*tensors):

@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funcops.backend import backend, gemm
-from funcops.kernels import fused_linear, linear
-from funcops.kernels.activation import ACTIVATIONS
+from funcops.engine.backend import backend, gemm
+from funcops.engine.trees import tree_map_tensors
+from funcops.library.kernels import fused_linear, linear
+from funcops.library.kernels.activation import ACTIVATIONS
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tree_map_tensors
 
 pytest.importorskip("triton")
-from funcops.kernels.triton import matmul as products  # noqa: E402
-from funcops.kernels.triton.common import cdiv, next_power_of_2  # noqa: E402
-from funcops.kernels.triton.gemm_table import TABLE, Choice, Tile, choose  # noqa: E402
+from funcops.library.kernels.triton import matmul as products  # noqa: E402
+from funcops.library.kernels.triton.common import cdiv, next_power_of_2  # noqa: E402
+from funcops.library.kernels.triton.gemm_table import TABLE, Choice, Tile, choose  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
@@ -443,7 +443,7 @@ def test_every_row_of_the_table_is_chosen():
 @pytest.mark.parametrize("large", [False, True])
 def test_rows_that_are_not_aligned_have_a_tile_of_their_own(dtype, odd, large):
     """One width that 16 does not divide is enough; the large tile is for many rows of wide matrices."""
-    from funcops.kernels.triton import grouped
+    from funcops.library.kernels.triton import grouped
 
     sizes = [4096, 4096] if large else [64, 4096]
     if odd is not None:

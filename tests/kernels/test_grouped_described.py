@@ -7,12 +7,12 @@ import random as draws
 import pytest
 import torch
 
-from funcops.backend import backend, gemm
-from funcops.kernels import experts
-from funcops.kernels import grouped as declared
+from funcops.engine.backend import backend, gemm
+from funcops.library.kernels import experts
+from funcops.library.kernels import grouped as declared
 from funcops.testing.tolerances import assert_close
 
-by_triton = pytest.importorskip("funcops.kernels.triton.grouped")
+by_triton = pytest.importorskip("funcops.library.kernels.triton.grouped")
 SIZES = [5, 0, 16], [130, 1, 0, 70], [0, 0], [64]
 
 

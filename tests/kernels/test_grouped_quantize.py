@@ -6,10 +6,10 @@ import random as draws
 import pytest
 import torch
 
-from funcops.backend import backend
-from funcops.kernels.grouped_quantize import group_amax, quantize_groups, quantize_groups_scaled
+from funcops.engine.backend import backend
+from funcops.library.kernels.grouped_quantize import group_amax, quantize_groups, quantize_groups_scaled
 
-by_triton = pytest.importorskip("funcops.kernels.triton.grouped_quantize")
+by_triton = pytest.importorskip("funcops.library.kernels.triton.grouped_quantize")
 WAYS = ("e4m3", 0, "float32", 0.0), ("e5m2", 0, "pow2", 0.0), ("e4m3", 0, "float32", 1e-2), ("e2m1", 16, "e4m3", 0.0)
 SIZES = [5, 0, 16], [33, 1, 0, 70], [0, 0], [1], [0, 300]
 DTYPES = torch.bfloat16, torch.float32, torch.float16

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import funcops.kernels
+import funcops.library.kernels
 from benchmarks.kernel_calls import KernelCall, Maker, kernel_calls
-from funcops import random
-from funcops.backend import backend
-from funcops.kernels import (
+from funcops.engine import random
+from funcops.engine.backend import backend
+from funcops.engine.trees import tensors, tree_map, tree_map_tensors
+from funcops.library.kernels import (
     attention,
     bias_activation,
     bmm,
@@ -30,11 +31,10 @@ from funcops.kernels import (
     rope,
     routing,
 )
-from funcops.kernels.grouped import group_of
+from funcops.library.kernels.grouped import group_of
 from funcops.testing.laws import poisoned_empties
 from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tensors, tree_map, tree_map_tensors
 
 pytest.importorskip("triton")
 EXPANSIONS = {"expanded_rows": functools.partial(expanded, dim=0), "expanded_columns": functools.partial(expanded, dim=-1)}
@@ -183,7 +183,11 @@ def mixed(turn):
 
 def test_every_kernel_has_calls():
     declared = set()
-    families = [f"funcops.kernels.{module.name}" for module in pkgutil.iter_modules(funcops.kernels.__path__) if not module.ispkg]
+    families = [
+        f"funcops.library.kernels.{module.name}"
+        for module in pkgutil.iter_modules(funcops.library.kernels.__path__)
+        if not module.ispkg
+    ]
     for family in ("funcops.random", *families):
         found = vars(importlib.import_module(family)).values()
         declared |= {f.kernel.name for f in found if hasattr(f, "kernel") and hasattr(f, "triton")}

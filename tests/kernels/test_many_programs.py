@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from funcops import random
-from funcops.backend import backend, launch
-from funcops.kernels import pointwise
-from funcops.kernels.activation import activation_bwd, activation_fwd
-from funcops.kernels.softcap import softcap_bwd, softcap_fwd
-from funcops.kernels.triton import scored_attention as kernels
-from funcops.kernels.triton.modulate import modulate_fwd
+from funcops.engine import random
+from funcops.engine.backend import backend, launch
+from funcops.library.kernels import pointwise
+from funcops.library.kernels.activation import activation_bwd, activation_fwd
+from funcops.library.kernels.softcap import softcap_bwd, softcap_fwd
+from funcops.library.kernels.triton import scored_attention as kernels
+from funcops.library.kernels.triton.modulate import modulate_fwd
 from funcops.testing.tolerances import assert_close
 
 BIASES = {"none": None, "one": (1, 1), "a head": (1, 2), "a batch": (7, 1), "each": (7, 2)}
 MANY = """
 import torch
-from funcops.backend.aot import stubbed
-from funcops.backend.launch import planned_launches
-from funcops.kernels.triton.scored_attention import scored_attention_bwd, scored_attention_fwd
-from funcops.kernels.triton.modulate import modulate_fwd
+from funcops.engine.backend.aot import stubbed
+from funcops.engine.backend.launch import planned_launches
+from funcops.library.kernels.triton.scored_attention import scored_attention_bwd, scored_attention_fwd
+from funcops.library.kernels.triton.modulate import modulate_fwd
 
 q, k, v, dy = (torch.empty(70_000, 49, heads, 32, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2, 4))
 bias, score = torch.empty(1, 4, 49, 49, dtype=torch.bfloat16, device="meta"), (False, 0, 0.0, False, 0.2)

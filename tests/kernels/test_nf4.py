@@ -6,8 +6,8 @@ import random as draws
 import pytest
 import torch
 
-from funcops.kernels import nf4
-from funcops.kernels.triton import nf4 as by_triton
+from funcops.library.kernels import nf4
+from funcops.library.kernels.triton import nf4 as by_triton
 from funcops.testing.tolerances import assert_close
 
 # dQuantizeNF4 of bitsandbytes' csrc/kernels.cu: a code is the number of thresholds below x

@@ -16,9 +16,9 @@ DRAWN = 8  # launches beside one of each kernel
 PROGRAM = """
 import json, random, sys, torch
 from races import memory_of, races, ttgir
-from funcops.backend import backend
-from funcops.backend.aot import TARGETS, config_of, name_of, stubbed
-from funcops.backend.launch import planned_launches
+from funcops.engine.backend import backend
+from funcops.engine.backend.aot import TARGETS, config_of, name_of, stubbed
+from funcops.engine.backend.launch import planned_launches
 from benchmarks.kernel_calls import Maker, kernel_calls
 
 class Odd(Maker):

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 from funcops import RopeConfig, random, rope_table
-from funcops.backend import backend
-from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, qkv_split, rope
-from funcops.kernels.activation import activation_bwd, activation_fwd
-from funcops.kernels.triton import norm as launches
-from funcops.kernels.triton import norm_odd
-from funcops.kernels.triton.aligned import GROUP, spans
-from funcops.kernels.triton.pointwise import words_from
+from funcops.engine.backend import backend
+from funcops.library.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, qkv_split, rope
+from funcops.library.kernels.activation import activation_bwd, activation_fwd
+from funcops.library.kernels.triton import norm as launches
+from funcops.library.kernels.triton import norm_odd
+from funcops.library.kernels.triton.aligned import GROUP, spans
+from funcops.library.kernels.triton.pointwise import words_from
 from funcops.testing.laws import poisoned_empties
 from funcops.testing.tolerances import assert_close
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from funcops.backend import gemm
-from funcops.formats import Format, quantize_tensor, turned
-from funcops.kernels.scaled_mm import scaled_mm
+from funcops.engine.backend import gemm
+from funcops.library.formats import Format, quantize_tensor, turned
+from funcops.library.kernels.scaled_mm import scaled_mm
 
-ours = pytest.importorskip("funcops.kernels.triton.scaled_mm")
-library = pytest.importorskip("funcops.kernels.triton.scaled_library")
+ours = pytest.importorskip("funcops.library.kernels.triton.scaled_mm")
+library = pytest.importorskip("funcops.library.kernels.triton.scaled_library")
 pytestmark = pytest.mark.skipif(library._WAYS is None, reason="torch has no scaled_mm")
 TENSOR, EACH, BLOCK, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
 PAIRS = (TENSOR, TENSOR), (EACH, EACH), (BLOCK, SQUARE), (BLOCK, BLOCK)

@@ -8,10 +8,10 @@ import types
 import pytest
 import torch
 
-from funcops.backend import backend
-from funcops.formats import Format, quantize_tensor
-from funcops.kernels import quantize
-from funcops.kernels.scaled_mm import scaled_mm
+from funcops.engine.backend import backend
+from funcops.library.formats import Format, quantize_tensor
+from funcops.library.kernels import quantize
+from funcops.library.kernels.scaled_mm import scaled_mm
 
 pytest.importorskip("triton")
 TENSOR, EACH, BLOCK, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
@@ -75,7 +75,7 @@ def test_products_equal_products_of_decoded_operands(a, b, kind, tiles):
 )
 def test_devices_that_multiply_codes_scale_the_sums(a, b, tiles, monkeypatch):
     """The kernel's own way with 8-bit codes on Hopper, here in the interpreter, with scales of any size."""
-    ours = importlib.import_module("funcops.kernels.triton.scaled_mm")
+    ours = importlib.import_module("funcops.library.kernels.triton.scaled_mm")
     codes_of, small = ours._codes, ours.BLOCKS._replace(m=16, n=16)
 
     def typed(codes, element, *how):
@@ -98,7 +98,7 @@ DECODED = [(a, b, kind, tiles) for a, b, kind, tiles in PAIRS if kind != "float3
 @pytest.fixture
 def hopper(monkeypatch):
     """Codes that the device does not multiply, decoded and multiplied by our kernels in the interpreter; counts them."""
-    ours, found = pytest.importorskip("funcops.kernels.triton.scaled_mm"), []
+    ours, found = pytest.importorskip("funcops.library.kernels.triton.scaled_mm"), []
     by_decoding = ours._by_decoding
     monkeypatch.setattr(ours, "_chosen", lambda *_: None)
     monkeypatch.setattr(ours, "_decodes", lambda a, kind, b, other: ours._exact(a, kind) and ours._exact(b, other))
@@ -174,7 +174,7 @@ def test_codes_in_any_strides_give_the_same_bits(pair):
     [("f32", "e4m3", 80, 90, "8-bit"), ("e8m0", "e4m3", 90, 100, "MX"), ("e4m3", "e2m1", 90, 100, "NVFP4")],
 )
 def test_a_device_without_such_products_is_named(kind, element, arch, needed, what, monkeypatch):
-    module = importlib.import_module("funcops.kernels.triton.scaled_mm")
+    module = importlib.import_module("funcops.library.kernels.triton.scaled_mm")
     monkeypatch.setattr(module, "INTERPRETED", False)
 
     def chosen(arch, emulate=False):
@@ -202,5 +202,5 @@ def test_codes_that_begin_between_multiples_of_16_bytes_give_the_same_bits():
 )
 def test_tiles_of_codes_are_chosen_by_their_scales(cols, capability, name):
     """A block that is not of 128 columns has no product of codes on any device."""
-    module = importlib.import_module("funcops.kernels.triton.scaled_mm")
+    module = importlib.import_module("funcops.library.kernels.triton.scaled_mm")
     assert module._tile_of("float32", "e4m3", "e4m3", cols, capability) is (None if name is None else getattr(module, name))

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from funcops.backend import backend
-from funcops.kernels.quantize import quantize_row
+from funcops.engine.backend import backend
+from funcops.library.kernels.quantize import quantize_row
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2", "e2m1"])

@@ -44,7 +44,7 @@ from funcops import (
     sink_attention,
     softmax,
 )
-from funcops.kernels import add_norm
+from funcops.library.kernels import add_norm
 from funcops.testing import run_ranks
 from funcops.testing.tolerances import ROUNDOFF, SHIFTED_FACTOR, SHIFTED_ROUNDINGS
 

@@ -5,11 +5,11 @@ import random as draws
 import pytest
 import torch
 
-from funcops.backend import backend
-from funcops.kernels import slot_attention as declared
-from funcops.kernels.scored_attention import alibi_slopes
-from funcops.kernels.slot_attention import slot_attention_fwd
-from funcops.kernels.triton import slot_attention as by_triton
+from funcops.engine.backend import backend
+from funcops.library.kernels import slot_attention as declared
+from funcops.library.kernels.scored_attention import alibi_slopes
+from funcops.library.kernels.slot_attention import slot_attention_fwd
+from funcops.library.kernels.triton import slot_attention as by_triton
 from funcops.testing.tolerances import assert_close
 
 OPTIONS = ("window", "chunk", "softcap", "alibi", "bias", "sinks", "latents", "strides")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
-from funcops.kernels import quantize as kernels
-from funcops.kernels.quantize import ELEMENTS
+from funcops.library.kernels import quantize as kernels
+from funcops.library.kernels.quantize import ELEMENTS
 from funcops.low_precision import Fp8Delayed, recipe_init, recipe_update, with_recipe
 
 WORDS = torch.cat(

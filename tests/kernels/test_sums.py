@@ -23,9 +23,9 @@ from funcops import (
     random,
     rms_norm,
 )
-from funcops.kernels.triton.matmul import _add_wide
+from funcops.engine.trees import cast, paths, tree_map, tree_map_tensors
+from funcops.library.kernels.triton.matmul import _add_wide
 from funcops.testing.tolerances import ROUNDOFF, SUM_FACTOR, SUM_ROUNDINGS
-from funcops.trees import cast, paths, tree_map, tree_map_tensors
 
 ROWS, D = 4096, 16
 IDS = torch.arange(ROWS) % 3

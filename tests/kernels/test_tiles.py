@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-import funcops.kernels.triton as kernels
-from funcops.kernels.triton import common, matmul, scaled_attention, scored_attention
+import funcops.library.kernels.triton as kernels
+from funcops.library.kernels.triton import common, matmul, scaled_attention, scored_attention
 
 
 def tiles(value):

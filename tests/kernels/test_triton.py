@@ -10,11 +10,11 @@ from law_cases import MODULES
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import ExpertsConfig, experts, random
-from funcops.backend import backend
-from funcops.kernels import add_norm, cross_entropy, linear, norm, pointwise
+from funcops.engine.backend import backend
+from funcops.engine.trees import tensors
+from funcops.library.kernels import add_norm, cross_entropy, linear, norm, pointwise
 from funcops.testing import LAWS
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tensors
 
 pytest.importorskip("triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,7 +62,7 @@ def test_a_forward_of_no_numbers_launches_nothing(case, monkeypatch):
     """But a weight may be quantised, and a q that sees no key."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    from funcops.backend.aot import name_of
+    from funcops.engine.backend.aot import name_of
 
     (params, x), launched, run = case.make(torch.float32), [], InterpretedFunction.__getitem__
     monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: launched.append(name_of(self.fn)) or run(self, grid))

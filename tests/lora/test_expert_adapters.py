@@ -17,12 +17,12 @@ from funcops import (
     grouped_linear,
     random,
 )
+from funcops.engine.trees import paths, tree_map_with_path
 from funcops.lora import adapter, load_adapter, lora_init, lora_needs, merge, save_adapter, unmerge, with_adapter_of, with_lora
 from funcops.low_precision import Fp8Block, quantize_params, with_recipe
 from funcops.models import MoEConfig, moe
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
-from funcops.trees import paths, tree_map_with_path
 
 D = torch.float64
 

@@ -32,7 +32,8 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.errors import StaleResidualError
+from funcops.engine.errors import StaleResidualError
+from funcops.engine.trees import nbytes, paths, tree_map_tensors
 from funcops.graphs import check_capturable
 from funcops.lora import (
     LowRankParams,
@@ -51,7 +52,6 @@ from funcops.lora.rewrite import adapted_linears
 from funcops.low_precision import Fp8Block, Fp8Delayed, gradients_like, quantize_params, split_amaxes, with_recipe
 from funcops.models.blocks import gpt2_block_config
 from funcops.testing import Error
-from funcops.trees import nbytes, paths, tree_map_tensors
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*")

@@ -12,10 +12,10 @@ from lora_model import MODULES, NAMES, base_config, drawn, ours, plain, same_bit
 from safetensors.torch import load_file, save_file
 
 from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
-from funcops.errors import CheckpointError
+from funcops.engine.errors import CheckpointError
+from funcops.engine.trees import put, tree_map_tensors
 from funcops.lora import adapter, load_adapter, lora_init, merge, save_adapter, with_adapter_of, with_lora
 from funcops.lora.settings import WITHOUT_MEANING, is_target
-from funcops.trees import put, tree_map_tensors
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*")

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from funcops import Needs, backend, random, report
+from funcops.engine.trees import paths
+from funcops.library.ops.grouped_low_rank import GroupedLowRankConfig, grouped_low_rank
+from funcops.library.ops.low_rank import low_rank_fwd
+from funcops.library.ops.low_rank_embedding import LowRankEmbeddingConfig, low_rank_embedding
+from funcops.library.ops.permute import PermuteConfig, permute
 from funcops.lora import LowRankConfig, LowRankParams, low_rank
-from funcops.ops.grouped_low_rank import GroupedLowRankConfig, grouped_low_rank
-from funcops.ops.low_rank import low_rank_fwd
-from funcops.ops.low_rank_embedding import LowRankEmbeddingConfig, low_rank_embedding
-from funcops.ops.permute import PermuteConfig, permute
 from funcops.testing import LAWS, Case, Error
-from funcops.trees import paths
 
 
 def reference(params, x, cfg):

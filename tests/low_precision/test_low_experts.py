@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from funcops import ChainConfig, GroupedLinearConfig, RepeatConfig, Step, WithExtras, chain, experts, random, remat, repeat
-from funcops.contract.walk import steps
+from funcops.engine.contract.walk import steps
+from funcops.engine.trees import paths, structure
+from funcops.library.ops.experts import ExpertsConfig
+from funcops.library.ops.grouped_linear import grouped_linear
+from funcops.library.ops.route import RouteConfig
 from funcops.low_precision import (
     NVFP4,
     Fp8Block,
@@ -22,10 +26,6 @@ from funcops.low_precision import (
     with_recipe,
 )
 from funcops.models import MoEConfig, moe
-from funcops.ops.experts import ExpertsConfig
-from funcops.ops.grouped_linear import grouped_linear
-from funcops.ops.route import RouteConfig
-from funcops.trees import paths, structure
 
 E, H, HIDDEN = 4, 32, 48
 MIXTURE = moe(MoEConfig(route=RouteConfig(E, 2), experts=ExpertsConfig(E, H, HIDDEN, bias=True)))

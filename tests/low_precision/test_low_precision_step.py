@@ -11,10 +11,10 @@ from low_precision_model import COUNT, RECIPE, STATELESS, D, begun, config, give
 import funcops as fo
 from funcops import ChainConfig, LinearConfig, Needs, Step, chain, linear, random
 from funcops.adapters.graphs import graphed
-from funcops.kernels import quantize as kernels
+from funcops.engine.trees import cast, paths, stands_for_one, tensors
+from funcops.library.kernels import quantize as kernels
+from funcops.library.ops.qlinear import QLinearConfig, qlinear
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Scaled, quantize_params, recipe_init, with_recipe
-from funcops.ops.qlinear import QLinearConfig, qlinear
-from funcops.trees import cast, paths, stands_for_one, tensors
 
 
 def test_two_models_in_one_process_do_not_touch_each_other():

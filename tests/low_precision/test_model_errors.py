@@ -25,7 +25,8 @@ from funcops import (
     random,
     repeat,
 )
-from funcops.formats import E4M3_BLOCK
+from funcops.engine.trees import tensors
+from funcops.library.formats import E4M3_BLOCK
 from funcops.low_precision import (
     MXFP8,
     NVFP4,
@@ -38,7 +39,6 @@ from funcops.low_precision import (
     with_recipe,
 )
 from funcops.models import MoEConfig, moe
-from funcops.trees import tensors
 
 PRODUCTS = ("y", "dx", "dw")
 

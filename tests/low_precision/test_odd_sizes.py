@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from funcops import GroupedQLinearConfig, QLinearConfig, batch_wgrads, grouped_qlinear, qlinear, random
-from funcops.contract.op import config
+from funcops.engine.contract.op import config
+from funcops.library.ops.grouped_linear import GroupedLinearParams
+from funcops.library.ops.linear import LinearParams
 from funcops.low_precision import Format, Recipe, quantize_tensor
-from funcops.ops.grouped_linear import GroupedLinearParams
-from funcops.ops.linear import LinearParams
 
 FORMATS = {
     "mxfp8": Format("e4m3", (1, 32), "e8m0"),

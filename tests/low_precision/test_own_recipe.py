@@ -8,14 +8,14 @@ import torch
 
 from funcops import ChainConfig, LinearConfig, QLinearConfig, Step, dist, linear, qlinear, random
 from funcops import nn as fnn
-from funcops.backend import backend
-from funcops.contract.op import config
-from funcops.formats.format import FORMATS
+from funcops.engine.backend import backend
+from funcops.engine.contract.op import config
+from funcops.library.formats.format import FORMATS
+from funcops.library.ops.grouped_linear import GroupedLinearParams
+from funcops.library.ops.grouped_qlinear import GroupedQLinearConfig, grouped_qlinear
+from funcops.library.ops.linear import LinearParams
+from funcops.library.ops.qlinear_wgrads import product
 from funcops.low_precision import Format, Fp8Delayed, Recipe, quantize_params, quantize_tensor, with_recipe
-from funcops.ops.grouped_linear import GroupedLinearParams
-from funcops.ops.grouped_qlinear import GroupedQLinearConfig, grouped_qlinear
-from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear_wgrads import product
 from funcops.testing import run_ranks
 
 KINDS = {  # by kind of scales: the element of x and dy, and the tiles of x, dy and of w

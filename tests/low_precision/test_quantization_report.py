@@ -36,10 +36,12 @@ from funcops import (
     trees,
     with_policy,
 )
-from funcops.contract.op import config
-from funcops.contract.walk import steps
-from funcops.errors import join_path
-from funcops.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E4M3_TENSOR, Format
+from funcops.engine.contract.op import config
+from funcops.engine.contract.walk import steps
+from funcops.engine.errors import join_path
+from funcops.library.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E4M3_TENSOR, Format
+from funcops.library.ops.grouped_qlinear import grouped_qlinear
+from funcops.library.ops.qlinear import QLinearConfig, qlinear
 from funcops.low_precision import (
     MXFP8,
     NVFP4,
@@ -55,8 +57,6 @@ from funcops.low_precision import (
 )
 from funcops.models import MoEConfig, moe, plain_experts
 from funcops.models.blocks import mlp_config
-from funcops.ops.grouped_qlinear import grouped_qlinear
-from funcops.ops.qlinear import QLinearConfig, qlinear
 
 
 @dataclasses.dataclass

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from funcops import ChainConfig, LinearConfig, QLinearConfig, Step, chain, linear, qlinear, random
-from funcops.backend import backend
-from funcops.formats import turned
-from funcops.kernels import quantize, quantize_after
+from funcops.engine.backend import backend
+from funcops.library.formats import turned
+from funcops.library.kernels import quantize, quantize_after
 from funcops.low_precision import (
     MXFP8,
     Format,

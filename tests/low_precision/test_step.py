@@ -9,6 +9,9 @@ from low_precision_model import RECIPE, STATELESS, config, given, mlp
 
 from funcops import ChainConfig, LinearConfig, Needs, Step, WithExtras, chain, dist, donate, linear, random
 from funcops.adapters.graphs import graphed
+from funcops.engine.trees import cast, paths, stands_for_one, tensors, tree_map_tensors
+from funcops.library.ops.experts import ExpertsConfig
+from funcops.library.ops.route import RouteConfig
 from funcops.low_precision import (
     NVFP4,
     Fp8Block,
@@ -25,11 +28,8 @@ from funcops.low_precision import (
     with_recipe,
 )
 from funcops.models import MoEConfig, moe
-from funcops.ops.experts import ExpertsConfig
-from funcops.ops.route import RouteConfig
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
-from funcops.trees import cast, paths, stands_for_one, tensors, tree_map_tensors
 
 STOCHASTIC = NVFP4(stochastic=True)
 TIES = (("last.weight", "first.weight"), ("last.bias", "first.bias"))

@@ -30,8 +30,12 @@ from funcops import (
     walk,
     with_policy,
 )
-from funcops.contract.walk import Inside
+from funcops.engine.contract.walk import Inside
 from funcops.graphs import wgrads_beside
+from funcops.library.ops.experts import ExpertsConfig, experts
+from funcops.library.ops.grouped_linear import GroupedLinearConfig, grouped_linear
+from funcops.library.ops.rope import RopeConfig
+from funcops.library.ops.route import RouteConfig
 from funcops.lora import adapter, lora_init, lora_needs, merge, with_adapter, with_lora
 from funcops.low_precision import (
     NF4,
@@ -46,10 +50,6 @@ from funcops.low_precision import (
     with_weight_only,
 )
 from funcops.models import DecoderConfig, MoEConfig, decoder, decoder_x, generate, moe
-from funcops.ops.experts import ExpertsConfig, experts
-from funcops.ops.grouped_linear import GroupedLinearConfig, grouped_linear
-from funcops.ops.rope import RopeConfig
-from funcops.ops.route import RouteConfig
 from funcops.testing import run_ranks
 
 FORMATS = {

@@ -31,8 +31,8 @@ from funcops import (
     report,
     with_policy,
 )
-from funcops.contract.configs import Composite
-from funcops.contract.op import Op
+from funcops.engine.contract.configs import Composite
+from funcops.engine.contract.op import Op
 from funcops.lora import with_lora
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, with_recipe
 from funcops.models import DecoderConfig, MoEConfig, decoder, roles

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from funcops.contract.needs import Needs
-from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op
-from funcops.contract.schema import Residuals
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import OpConfig, config, dgrad_of, forward, make_op
+from funcops.engine.contract.schema import Residuals
 
 
 @config

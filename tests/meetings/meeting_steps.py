@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from funcops import WithExtras, batch_wgrads, chain, delayed_wgrad, differentiable, dist, donate, random, with_policy
-from funcops.contract.op import Op
-from funcops.formats.scaled import Scaled
+from funcops.engine.contract.op import Op
+from funcops.engine.trees import at, paths, put, tree_map_tensors
 from funcops.graphs import graphed, graphed_op, make_graphed_callables
+from funcops.library.formats.scaled import Scaled
 from funcops.lora import lora_init
 from funcops.low_precision import gradients_like, quantize_params, recipe_init, split_amaxes
 from funcops.models import decoder_x
 from funcops.schedule import one_f_one_b, run, zb_h1
 from funcops.testing import run_ranks
-from funcops.trees import at, paths, put, tree_map_tensors
 
 D = torch.float64
 AMAXES = "amaxes of"  # begins the names of what delayed scaling returns beside gradients, which autograd does not

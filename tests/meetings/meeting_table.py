@@ -22,7 +22,7 @@ from meeting_steps import AMAXES, batches, drawn, results
 from torch import Tensor
 
 import funcops
-from funcops.trees import paths
+from funcops.engine.trees import paths
 
 SAME_BITS = ("save_all", "recompute_norms", "minimal", "offload", "fit", "recompute", "delayed", "donate", "graph")
 TRIPLES = 40

@@ -13,7 +13,7 @@ from meeting_page import PAGE, committed, page
 from meeting_table import TRIPLES, Verdict, pairs, sentence, triples, verdict
 
 from funcops.distributed import Mesh
-from funcops.errors import fail
+from funcops.engine.errors import fail
 from funcops.models import decoder
 
 COSTLY = {"compile", "graph", "fit", "ep", "moe"}  # seconds each

@@ -61,8 +61,8 @@ from funcops import (
     softmax,
     with_policy,
 )
+from funcops.engine.trees import paths, tree_map_tensors
 from funcops.low_precision import NF4, Format, Fp8Current, quantize_weights, weight_only
-from funcops.trees import paths, tree_map_tensors
 
 D = 8
 WORDS = [

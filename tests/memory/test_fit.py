@@ -29,13 +29,13 @@ from funcops import (
     skip,
     with_policy,
 )
+from funcops.engine.trees import fake, tree_map_tensors
+from funcops.library.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
 from funcops.lora import lora_needs, with_lora
 from funcops.low_precision import NVFP4, Fp8Delayed, quantize_params, recipe_init, with_recipe
 from funcops.memory.fit import ON_CPU, _follow, fit
 from funcops.models.blocks import mlp_config
-from funcops.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
 from funcops.testing.checks import same_bits
-from funcops.trees import fake, tree_map_tensors
 
 
 @pytest.mark.slow

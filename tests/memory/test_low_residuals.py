@@ -38,17 +38,17 @@ from funcops import (
     unpack,
     with_policy,
 )
-from funcops.errors import StaleResidualError
-from funcops.kernels import coded_glu
-from funcops.kernels import glu as glus
+from funcops.engine.errors import StaleResidualError
+from funcops.engine.residuals.codec import CODECS, smaller
+from funcops.engine.residuals.forms import Packed
+from funcops.engine.trees import replace, tensors, tree_map_tensors
+from funcops.library.kernels import coded_glu
+from funcops.library.kernels import glu as glus
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QTensor, quantize_params, with_recipe
 from funcops.memory.policy import kept_paths
 from funcops.models.blocks import mlp_config
-from funcops.residuals.codec import CODECS, smaller
-from funcops.residuals.forms import Packed
 from funcops.testing import LAWS
 from funcops.testing.tolerances import assert_close
-from funcops.trees import replace, tensors, tree_map_tensors
 
 FP8 = Compress("fp8")
 

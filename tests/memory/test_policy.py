@@ -35,14 +35,14 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.errors import DonatedError, StaleResidualError
+from funcops.engine.errors import DonatedError, StaleResidualError
+from funcops.engine.residuals.forms import Packed
+from funcops.engine.trees import paths, tensors, tree_map
+from funcops.library.ops.linear import LinearConfig
+from funcops.library.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.models.blocks import block_config, mlp_config
-from funcops.ops.linear import LinearConfig
-from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
-from funcops.residuals.forms import Packed
 from funcops.testing import LAWS
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths, tensors, tree_map
 
 EXACT = ("save_all", "recompute_norms", "recompute_elementwise", "minimal", "offload_block_inputs")
 

@@ -22,7 +22,7 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.trees import paths
+from funcops.engine.trees import paths
 
 D, ROWS = 16, 512
 NORMS = {"rms_norm": (rms_norm, RMSNormConfig(D)), "layer_norm": (layer_norm, LayerNormConfig(D))}

@@ -35,12 +35,12 @@ from funcops import (
     unpack,
     with_policy,
 )
+from funcops.engine.residuals.forms import Packed, from_form, one_form_each, to_form
+from funcops.engine.residuals.offload import copies
+from funcops.engine.trees import tensors, tree_map_tensors
 from funcops.memory.policy import kept_paths
 from funcops.models.blocks import block_config, gpt2_block_config, mlp_config
-from funcops.residuals.forms import Packed, from_form, one_form_each, to_form
-from funcops.residuals.offload import copies
 from funcops.testing.checks import same_bits
-from funcops.trees import tensors, tree_map_tensors
 
 MLP = mlp_config(8, 12)
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from tiny_hf import FAMILIES, tiny, transformers
 
 from funcops import Needs, WithExtras, chain, random
-from funcops.errors import CheckpointError
+from funcops.engine.errors import CheckpointError
+from funcops.engine.trees import at, put, replace, tree_map_tensors
 from funcops.lora import (
     ParameterOf,
     RowsOf,
@@ -25,7 +26,6 @@ from funcops.lora import (
 )
 from funcops.models import decoder, decoder_x, from_hf, peft_names
 from funcops.testing.tolerances import HF_LOGITS
-from funcops.trees import at, put, replace, tree_map_tensors
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*")

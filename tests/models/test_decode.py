@@ -28,7 +28,7 @@ from funcops import (
     sink_attention,
     trees,
 )
-from funcops.backend import backend
+from funcops.engine.backend import backend
 from funcops.graphs import check_capturable, graphed
 from funcops.low_precision import MXFP8, quantize_params, with_recipe
 from funcops.models import (

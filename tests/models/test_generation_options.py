@@ -17,9 +17,9 @@ from transformers.generation.logits_process import (
 )
 
 from funcops import DonatedError, donate, random
+from funcops.engine.trees import tree_map_tensors
 from funcops.models import Cache, SamplingConfig, cache_init, decode, generate, roll_back, sample
 from funcops.testing.tolerances import DECODING
-from funcops.trees import tree_map_tensors
 
 decoding = importlib.import_module("funcops.models.decode")
 FILTERS = [{"min_p": 0.3}, {"min_p": 1.0}, {"min_p": 0.0}, {"top_k": 4, "min_p": 0.2}, {"top_p": 0.7, "min_p": 0.5}]

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from tiny_hf import BASE, FAMILIES, transformers
 
-from funcops.errors import CheckpointError
+from funcops.engine.errors import CheckpointError
 from funcops.models import open_hf
 from funcops.models.fields import read_config
 

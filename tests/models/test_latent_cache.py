@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from funcops import AttentionConfig, LatentSplitConfig, Needs, RopeConfig, WithExtras, chain, donate, linear, random, rewrite, walk
+from funcops.engine.trees import at, put, tensors
 from funcops.graphs import graphed
 from funcops.lora import with_lora
 from funcops.lora.params import lora_init
@@ -18,7 +19,6 @@ from funcops.models.cache import Cache, slots
 from funcops.models.latent_cache import LatentAttentionConfig, LatentParams, latent_attention
 from funcops.models.with_cache import with_cache
 from funcops.testing.tolerances import DECODING
-from funcops.trees import at, put, tensors
 
 BASE = dict(vocab=31, dim=8, layers=2, hidden=6, context=32, head_size=4)
 IDS = torch.randint(0, 31, (3, 17), generator=torch.Generator().manual_seed(1))

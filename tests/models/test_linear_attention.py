@@ -19,7 +19,8 @@ from funcops import (
     donate,
     random,
 )
-from funcops.errors import CheckpointError
+from funcops.engine.errors import CheckpointError
+from funcops.engine.trees import paths, tensors
 from funcops.models import (
     DecoderConfig,
     LatentConfig,
@@ -44,7 +45,6 @@ from funcops.models.recurrent_cache import (
     cached_delta_rule,
 )
 from funcops.testing.tolerances import DECODING
-from funcops.trees import paths, tensors
 
 IDS = torch.randint(1, 48, (2, 9), generator=torch.Generator().manual_seed(4))
 LINEAR = LinearAttentionConfig(key_heads=1, value_heads=3, key_size=4, value_size=2, width=3, layers=(0, 2))

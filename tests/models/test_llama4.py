@@ -5,9 +5,9 @@ import torch
 from tiny_hf import BASE, EXPERTS, saved
 
 from funcops import ExpertsConfig, chain
+from funcops.engine.trees import paths
 from funcops.models import decoder, decoder_x, from_hf, generate
 from funcops.models.fields import read_config, write_config
-from funcops.trees import paths
 
 GIVEN = BASE | EXPERTS | dict(model_type="llama4_text", hidden_act="silu", rms_norm_eps=1e-5, rope_theta=500.0)
 IDS = torch.randint(1, 48, (1, 19), generator=torch.Generator().manual_seed(2))

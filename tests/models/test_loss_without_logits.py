@@ -20,13 +20,13 @@ from funcops import (
     report,
     with_policy,
 )
+from funcops.engine.residuals.policy import Policy, Recompute
+from funcops.engine.trees import nbytes, paths, tree_map_tensors
 from funcops.lora import lora_init, with_lora
 from funcops.low_precision import Fp8Block, quantize_params, with_recipe
 from funcops.models import DecoderConfig, MoEConfig, decoder, decoder_x, from_hf, roles
-from funcops.residuals.policy import Policy, Recompute
 from funcops.testing import run_ranks
 from funcops.testing.tolerances import HF_GRADIENTS
-from funcops.trees import nbytes, paths, tree_map_tensors
 
 D = torch.float64
 SIZES = dict(vocab=96, dim=16, layers=2, heads=4, kv_heads=2, head_size=4, hidden=12, context=16)

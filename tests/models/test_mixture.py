@@ -24,13 +24,13 @@ from funcops import (
     skip,
     walk,
 )
+from funcops.engine.trees import paths, tensors, tree_map_tensors
 from funcops.graphs import check_capturable
 from funcops.models import MoEConfig, moe
 from funcops.models.blocks import block_config
 from funcops.testing import LAWS, Case
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths, tensors, tree_map_tensors
 
 DEEPSEEK = dict(score="sigmoid", bias=True, scale=2.5)
 

@@ -20,9 +20,9 @@ from funcops import (
     report,
     walk,
 )
+from funcops.engine.trees import paths, tree_map_tensors
 from funcops.models import DecoderConfig, LatentConfig, MoEConfig, decoder, decoder_x, pack, roles
 from funcops.testing import run_ranks
-from funcops.trees import paths, tree_map_tensors
 
 D = torch.float64
 SIZES = dict(vocab=24, dim=16, layers=2, heads=4, kv_heads=2, head_size=4, hidden=12, context=40)

@@ -10,10 +10,10 @@ from tiny_hf import tiny, transformers
 from torch.testing import assert_close
 
 from funcops import Needs, RopeConfig, WithExtras, chain, random
-from funcops.errors import CheckpointError
+from funcops.engine.errors import CheckpointError
+from funcops.engine.trees import paths
 from funcops.lora import RowsOf, adapter, load_adapter, lora_init, merge, save_adapter, with_lora
 from funcops.models import DecoderConfig, decoder, decoder_x, from_hf, generate, peft_names, to_hf
-from funcops.trees import paths
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*")

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from funcops.engine.trees import tensors
 from funcops.models import decoder
 from funcops.models.decoder_config import groups
 from funcops.models.fields import read_config, write_config
-from funcops.trees import tensors
 
 SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size max_position_embeddings"
 COMMON = dict(use_cache=True, torch_dtype="bfloat16", initializer_range=0.02, attention_dropout=0.0, hidden_act="silu")

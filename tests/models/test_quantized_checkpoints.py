@@ -10,7 +10,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from funcops import CheckpointError, trees
-from funcops.kernels import nf4
+from funcops.library.kernels import nf4
 from funcops.low_precision import NF4, quantize_weights, with_weight_only
 from funcops.models import decoder, from_hf, open_hf
 

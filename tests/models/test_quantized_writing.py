@@ -13,6 +13,7 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from funcops import CheckpointError, RopeConfig, chain, random
+from funcops.engine.trees import at, paths, put, replace, stands_for_one, tree_map
 from funcops.low_precision import (
     MXFP8,
     NF4,
@@ -31,7 +32,6 @@ from funcops.low_precision import (
 )
 from funcops.models import DecoderConfig, decoder, from_hf, to_hf
 from funcops.models.quantized_writing import codes_of
-from funcops.trees import at, paths, put, replace, stands_for_one, tree_map
 
 CFG = DecoderConfig(
     vocab=64, dim=256, layers=1, heads=4, kv_heads=2, head_size=64, hidden=384, context=64, rope=RopeConfig(64), family="llama"

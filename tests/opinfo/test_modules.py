@@ -12,9 +12,9 @@ from torch import nn
 from torch.testing._internal.common_modules import module_db
 
 from funcops import nn as fnn
+from funcops.engine.trees import tree_map_tensors
 from funcops.testing import assert_close
 from funcops.testing.checks import float_like
-from funcops.trees import tree_map_tensors
 
 pytestmark = pytest.mark.slow
 DTYPE = torch.float64

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.testing._internal.common_methods_invocations import op_db
 
 import funcops as fo
-from funcops import trees
+from funcops.engine import trees
 from funcops.testing import assert_close
 
 pytestmark = pytest.mark.slow

@@ -8,16 +8,16 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import ExpertsConfig, GroupedLinearConfig, Needs, PermuteConfig, dist, experts, grouped_linear, permute, report, trees
-from funcops.backend import backend
+from funcops.engine.backend import backend
+from funcops.engine.random import key
+from funcops.engine.trees import leaves, paths
 from funcops.graphs import check_capturable
-from funcops.kernels import grouped
-from funcops.kernels.routing import sort_by_expert
-from funcops.ops.experts import ExpertsParams
-from funcops.ops.grouped_linear import GroupedLinearParams
-from funcops.random import key
+from funcops.library.kernels import grouped
+from funcops.library.kernels.routing import sort_by_expert
+from funcops.library.ops.experts import ExpertsParams
+from funcops.library.ops.grouped_linear import GroupedLinearParams
 from funcops.testing import run_ranks
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, paths
 
 HUGGING_FACE = {  # their home and name, fields of their config, and whether weights are transposed and interleaved, with biases
     "Mixtral": ("mixtral", "Mixtral", dict(num_local_experts=5, intermediate_size=6), False),

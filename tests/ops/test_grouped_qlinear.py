@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from funcops import GroupedQLinearConfig, backend, random, report
-from funcops.contract.op import config
-from funcops.formats import QWeight, quantize_sides, stacked
-from funcops.formats.scaled import Scaled
+from funcops.engine.contract.op import config
+from funcops.engine.trees import leaves
 from funcops.graphs import check_capturable
-from funcops.kernels.routing import gather_rows, sort_by_expert
+from funcops.library.formats import QWeight, quantize_sides, stacked
+from funcops.library.formats.scaled import Scaled
+from funcops.library.kernels.routing import gather_rows, sort_by_expert
+from funcops.library.ops.grouped_linear import GroupedLinearParams
+from funcops.library.ops.grouped_qlinear import grouped_qlinear
+from funcops.library.ops.linear import LinearParams
+from funcops.library.ops.qlinear import QLinearConfig, qlinear
 from funcops.low_precision import MXFP8, NVFP4, Format, Fp8Block, Fp8Current, Fp8Delayed, Recipe
-from funcops.ops.grouped_linear import GroupedLinearParams
-from funcops.ops.grouped_qlinear import grouped_qlinear
-from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import QLinearConfig, qlinear
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves
 
 IN, OUT, COUNTS, BEHIND = 32, 64, (5, 0, 133, 1, 20), 3
 KEYS = random.split(random.key(5), len(COUNTS))
@@ -169,7 +169,7 @@ def test_groups_without_rows_have_no_say():
 
 @pytest.mark.parametrize(("first", "last"), [(0, 33), (-1, 16), (16, 40)])
 def test_groups_beyond_the_columns_are_refused(first, last):
-    from funcops.kernels.grouped_scaled import grouped_scaled_wgrad
+    from funcops.library.kernels.grouped_scaled import grouped_scaled_wgrad
 
     codes, scales = torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 2, dtype=torch.uint8)
     starts, ends = torch.tensor([first, 32], dtype=torch.int32), torch.tensor([last], dtype=torch.int32)
@@ -181,7 +181,7 @@ def test_groups_beyond_the_columns_are_refused(first, last):
 
 def test_large_tiles_are_for_large_groups_of_aligned_rows(monkeypatch):
     """On a device that multiplies codes; elsewhere they are decoded."""
-    from funcops.kernels.triton import grouped_scaled as module
+    from funcops.library.kernels.triton import grouped_scaled as module
 
     few, large = module.FEW_ROWS, module.LARGE
     tile = lambda cols, rows, *widths: module._tile(large, cols, rows, 2, *widths)  # noqa: E731
@@ -194,13 +194,13 @@ def test_large_tiles_are_for_large_groups_of_aligned_rows(monkeypatch):
 
 
 def test_no_rows_have_products_without_a_launch(monkeypatch):
-    from funcops.kernels.grouped_scaled import grouped_scaled_mm
+    from funcops.library.kernels.grouped_scaled import grouped_scaled_mm
 
     empty, w = torch.empty(0, 32, dtype=torch.uint8), torch.zeros(2, 8, 32, dtype=torch.uint8)
     scales = torch.empty(0, 1, dtype=torch.uint8), torch.ones(2, 8, 1, dtype=torch.uint8)
     offsets = torch.zeros(3, dtype=torch.int32)
     how = "e4m3", 32, "e4m3", 1, 32, "e8m0", 32, torch.bfloat16
-    monkeypatch.setattr("funcops.kernels.triton.grouped_scaled._launch_product", None)
+    monkeypatch.setattr("funcops.library.kernels.triton.grouped_scaled._launch_product", None)
     with backend("triton"):
         y = grouped_scaled_mm(empty, scales[0], None, w, scales[1], None, None, None, offsets, None, *how)
     assert y.shape == (0, 8) and y.dtype is torch.bfloat16

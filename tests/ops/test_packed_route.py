@@ -9,7 +9,7 @@ from cases.route import reference
 
 from funcops import RouteConfig, RouteParams, dist, optim, route
 from funcops.adapters.graphs import check_capturable
-from funcops.backend import backend
+from funcops.engine.backend import backend
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
 

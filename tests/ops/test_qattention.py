@@ -28,15 +28,15 @@ from funcops import (
     sink_attention,
     with_policy,
 )
-from funcops.errors import DonatedError
-from funcops.formats import quantize_tensor
-from funcops.kernels import scaled_attention
+from funcops.engine.errors import DonatedError
+from funcops.engine.trees import tensors
+from funcops.library.formats import quantize_tensor
+from funcops.library.kernels import scaled_attention
 from funcops.low_precision import NVFP4, Fp8Block, Fp8Current, QTensor, quantize_params, with_recipe
 from funcops.models import DecoderConfig, decoder, generate
 from funcops.models.blocks import block_config
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close, relative
-from funcops.trees import tensors
 
 BARS = [  # recipe; relative errors of y, and of dq, dk and dv, on normal data
     (Fp8Block(), 0.06, 0.07),
@@ -233,7 +233,7 @@ def test_decoding_leaves_attention_without_a_recipe():
 
 
 def test_a_device_without_the_formats_raises(monkeypatch):
-    op = importlib.import_module("funcops.ops.qattention")
+    op = importlib.import_module("funcops.library.ops.qattention")
 
     class OnCuda:
         is_cuda, device, shape = True, "cuda", torch.Size((1, 2, 1, 8))

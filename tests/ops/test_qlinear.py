@@ -23,7 +23,8 @@ from funcops import (
     random,
     repeat,
 )
-from funcops.formats import E4M3_BLOCK, E4M3_TENSOR, quantize_tensor
+from funcops.engine.trees import cast, leaves, paths, replace, tensors, tree_map_tensors
+from funcops.library.formats import E4M3_BLOCK, E4M3_TENSOR, quantize_tensor
 from funcops.low_precision import (
     MXFP8,
     NVFP4,
@@ -39,7 +40,6 @@ from funcops.low_precision import (
     with_recipe,
 )
 from funcops.testing.checks import same_bits
-from funcops.trees import cast, leaves, paths, replace, tensors, tree_map_tensors
 
 WIDE, OUT, TOKENS = 256, 384, 200
 BARS = [  # recipe; relative errors of y, dx and dw on normal data
@@ -393,7 +393,7 @@ def test_a_device_that_lacks_the_formats_is_refused(monkeypatch):
     class OnCuda:
         is_cuda, device, dtype = True, "cuda", torch.float32
 
-    module = importlib.import_module("funcops.ops.coded_linear")
+    module = importlib.import_module("funcops.library.ops.coded_linear")
     monkeypatch.setattr(module, "check", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))

@@ -20,7 +20,7 @@ from funcops import (
     rope_fwd,
     rope_table,
 )
-from funcops.ops import rope as ropes
+from funcops.library.ops import rope as ropes
 
 
 def wide(dtype):

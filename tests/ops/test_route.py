@@ -28,9 +28,9 @@ from funcops import (
     unpermute,
 )
 from funcops.adapters.graphs import check_capturable
-from funcops.backend import backend
-from funcops.kernels.route import route_fwd
-from funcops.kernels.routing import sort_by_expert
+from funcops.engine.backend import backend
+from funcops.library.kernels.route import route_fwd
+from funcops.library.kernels.routing import sort_by_expert
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
 

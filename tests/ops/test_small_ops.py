@@ -26,11 +26,11 @@ from funcops import (
     row_scale_fwd,
     unpatchify_fwd,
 )
-from funcops.backend import backend
-from funcops.kernels import causal_conv1d as conv_kernels
-from funcops.kernels import embedding, group_norm, modulate, norm, softmax
+from funcops.engine.backend import backend
+from funcops.engine.trees import leaves, nbytes, replace
+from funcops.library.kernels import causal_conv1d as conv_kernels
+from funcops.library.kernels import embedding, group_norm, modulate, norm, softmax
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, nbytes, replace
 
 triton = pytest.importorskip("triton")
 warnings = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy's, of the interpreter

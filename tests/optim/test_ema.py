@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
+from funcops.engine.trees import tree_map
 from funcops.optim import ema_init, ema_update
-from funcops.trees import tree_map
 
 
 def test_ema_equals_torch():

@@ -12,7 +12,8 @@ from optim_model import close, equal, gradients, missing, model
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcops.optim.muon as muon
-from funcops.errors import GradModeError
+from funcops.engine.errors import GradModeError
+from funcops.engine.trees import leaves, paths, tensors, tree_map, tree_map_tensors
 from funcops.optim import (
     NO_MATRIX,
     AdamWConfig,
@@ -27,7 +28,6 @@ from funcops.optim import (
     muon_update,
     partition,
 )
-from funcops.trees import leaves, paths, tensors, tree_map, tree_map_tensors
 
 CONFIGS = [
     MuonConfig(lr=0.05),

@@ -11,6 +11,7 @@ import torch
 from optim_model import close, equal, model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from funcops.engine.trees import tensors
 from funcops.optim import (
     AdamWConfig,
     MuonConfig,
@@ -26,7 +27,6 @@ from funcops.optim import (
     sgd_update,
     warmup_cosine,
 )
-from funcops.trees import tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

@@ -9,10 +9,10 @@ from optim_model import ADAMW, equal, gradients, missing, model
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops.adapters.graphs import graphed
-from funcops.backend import backend
+from funcops.engine.backend import backend
+from funcops.engine.trees import cast, paths, tensors, tree_map, tree_map_tensors
 from funcops.optim import adamw_init, adamw_update, clip_by_global_norm, clip_factor, global_norm
 from funcops.testing.tolerances import assert_close
-from funcops.trees import cast, paths, tensors, tree_map, tree_map_tensors
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 DTYPES = [

@@ -14,7 +14,8 @@ from optim_model import ADAMW, OPTIMISERS, close, equal, gradients, missing, mod
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcops.errors import GradModeError
+from funcops.engine.errors import GradModeError
+from funcops.engine.trees import leaves, nothing_like, paths, tensors, tree_map, tree_map_tensors
 from funcops.optim import (
     AdamWConfig,
     AdamWState,
@@ -26,7 +27,6 @@ from funcops.optim import (
     sgd_init,
     sgd_update,
 )
-from funcops.trees import leaves, nothing_like, paths, tensors, tree_map, tree_map_tensors
 
 
 def torch_optimiser(ps, cfg):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from optim_model import ADAMW, OPTIMISERS, Layer, equal, gradients, model
 
+from funcops.engine.trees import same_structure, tree_map_tensors
 from funcops.optim import (
     AdamWConfig,
     AdamWState,
@@ -23,7 +24,6 @@ from funcops.optim import (
     sgd_init,
     warmup_cosine,
 )
-from funcops.trees import same_structure, tree_map_tensors
 
 
 def test_a_known_structure_is_not_taken_for_another():

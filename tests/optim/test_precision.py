@@ -9,7 +9,8 @@ import pytest
 import torch
 from two_devices import TwoDevices, is_placed, placed
 
-from funcops import trees
+from funcops.engine import trees
+from funcops.engine.trees import leaves
 from funcops.optim import (
     AdamWConfig,
     MuonConfig,
@@ -38,7 +39,6 @@ from funcops.precision import (
     select_step,
     unscale,
 )
-from funcops.trees import leaves
 
 
 @pytest.mark.parametrize("initial", [8.0, 1e38])

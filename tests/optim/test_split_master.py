@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from funcops import trees
+from funcops.engine import trees
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.precision import join_master, split_master
 

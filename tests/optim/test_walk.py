@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from funcops import LinearConfig, LinearParams, qlinear, trees
+from funcops.engine.random import key
+from funcops.library.ops.rms_norm import RMSNormParams
 from funcops.low_precision import Fp8Block, quantize_params, with_recipe
-from funcops.ops.rms_norm import RMSNormParams
 from funcops.optim import AdamWConfig, _walk, adamw_init, adamw_update, global_norm
 from funcops.optim._walk import leaves_of, rows_of
-from funcops.random import key
 
 Pair = collections.namedtuple("Pair", "a b")
 

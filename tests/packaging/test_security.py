@@ -14,7 +14,7 @@ import torch
 from sentences import check_held, checks, sentences
 
 from funcops import ChainConfig, LinearConfig, RopeConfig, Step, chain, checkpoint, dist, linear, lora, random
-from funcops.errors import CheckpointError
+from funcops.engine.errors import CheckpointError
 from funcops.models import DecoderConfig, decoder, from_hf, open_hf, to_hf
 from funcops.optim import AdamWConfig, adamw_init
 

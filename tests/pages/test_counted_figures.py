@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from funcops import Needs, RepeatConfig, chain, optim, random, repeat, report, with_policy
+from funcops.engine.trees import WithExtras, nbytes
 from funcops.lora import adapter, lora_init, lora_needs, with_lora
 from funcops.low_precision import Fp8Block, Fp8Current, Fp8Delayed, quantize_params, recipe_init, with_recipe
 from funcops.models.blocks import block_config
-from funcops.trees import WithExtras, nbytes
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MIB = 2**20

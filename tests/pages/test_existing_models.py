@@ -36,7 +36,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from funcops import nn as fnn
-from funcops.backend import backend
+from funcops.engine.backend import backend
 from funcops.low_precision import Fp8Block
 
 PAGE = (ROOT / "docs" / "inside-an-existing-model.md").read_text()

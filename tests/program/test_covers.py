@@ -7,9 +7,9 @@ import torch
 from fusion_cases import made
 
 from funcops import plan
+from funcops.engine.program import rules
+from funcops.engine.program.rules import FORWARD, Rule, Saving
 from funcops.models.blocks import block_config
-from funcops.program import rules
-from funcops.program.rules import FORWARD, Rule, Saving
 
 
 def drawn_rules(draw, length):

@@ -12,7 +12,7 @@ from launches import launches
 
 from funcops import RopeConfig, WithExtras, chain, dist, donate, plan, rope_table
 from funcops.distributed.ops import sharded_dropout
-from funcops.kernels import pointwise
+from funcops.library.kernels import pointwise
 from funcops.lora import with_lora
 from funcops.low_precision import Fp8Block, Fp8Current, with_recipe
 from funcops.models.blocks import block_config, gpt2_block_config

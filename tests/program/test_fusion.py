@@ -37,14 +37,14 @@ from funcops import (
     unregister_fusion,
     with_policy,
 )
-from funcops.backend import backend
+from funcops.engine.backend import backend
+from funcops.engine.program import rules
+from funcops.engine.program.rules import FORWARD, Rule
+from funcops.engine.trees import leaves, paths, replace, tensors, tree_map
 from funcops.models.blocks import gpt2_block_config, mlp_config
-from funcops.program import rules
-from funcops.program.rules import FORWARD, Rule
 from funcops.testing import LAWS, Case
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, paths, replace, tensors, tree_map
 
 pytest.importorskip("triton")
 
@@ -522,7 +522,7 @@ def test_a_reader_by_the_library_saves_nothing(library, monkeypatch):
     """If the library would do a product's sum as a call of its own, the fork's gradient is written as without the rule."""
     from types import SimpleNamespace
 
-    from funcops.fused import fork
+    from funcops.library.fused import fork
 
     monkeypatch.setattr(fork, "by_library", lambda *_: library)
     for reader, none in ((linear, library), (rms_norm, False)):

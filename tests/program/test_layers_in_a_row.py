@@ -36,11 +36,11 @@ from funcops import (
     trees,
     with_policy,
 )
-from funcops.backend import backend
-from funcops.compose.layers import needs_of_layers
+from funcops.engine.backend import backend
+from funcops.engine.compose.layers import needs_of_layers
+from funcops.engine.program.programs import forwards
+from funcops.engine.program.turns import turns
 from funcops.models.blocks import block_config, gpt2_block_config, mlp_config
-from funcops.program.programs import forwards
-from funcops.program.turns import turns
 from funcops.testing.tolerances import assert_close
 
 D, T = 16, 2
@@ -59,7 +59,7 @@ def apart(monkeypatch):
 
     def run(fn, *arguments):
         with monkeypatch.context() as patch:
-            patch.setattr("funcops.compose.repeat.forwards", lambda *_: None)
+            patch.setattr("funcops.engine.compose.repeat.forwards", lambda *_: None)
             return fn(*arguments)
 
     return run

@@ -7,16 +7,16 @@ import torch
 from law_cases import FIRST
 
 from funcops import ChainConfig, LinearConfig, RopeConfig, Step, WithExtras, chain, linear, named_steps, random, rope_table, trees
-from funcops.backend import scopes
-from funcops.backend.scopes import Label
-from funcops.compose.fork import fork
-from funcops.contract.needs import Needs
+from funcops.engine.backend import scopes
+from funcops.engine.backend.scopes import Label
+from funcops.engine.compose.fork import fork
+from funcops.engine.contract.needs import Needs
+from funcops.engine.program import programs
+from funcops.engine.program.lower import Call, lower
+from funcops.engine.program.rules import cover
+from funcops.engine.program.source import Source
+from funcops.engine.program.templates import half_of
 from funcops.models.blocks import block_config, gpt2_block_config
-from funcops.program import programs
-from funcops.program.lower import Call, lower
-from funcops.program.rules import cover
-from funcops.program.source import Source
-from funcops.program.templates import half_of
 
 BLOCKS = {"GPT-2": gpt2_block_config(32, 2, 64, 0.0), "Llama": block_config(32, 2, 64, 1)}
 WHICH = ("forward", "backward", "dgrad", "wgrad", "products")

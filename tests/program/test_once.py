@@ -27,11 +27,11 @@ from funcops import (
     trees,
     with_policy,
 )
-from funcops.backend import once as shared
-from funcops.errors import StaleResidualError
-from funcops.kernels import attention as attention_kernels
+from funcops.engine.backend import once as shared
+from funcops.engine.errors import StaleResidualError
+from funcops.library.kernels import attention as attention_kernels
+from funcops.library.ops import rope as ropes
 from funcops.models.blocks import block_config
-from funcops.ops import rope as ropes
 
 D, SIZE, T = 32, 16, 8
 BLOCK = block_config(D, 2, 48)

@@ -22,8 +22,8 @@ from funcops import (
     skip,
     with_policy,
 )
+from funcops.engine.trees import at, has, paths
 from funcops.models.blocks import block_config, gpt2_block_config, mlp_config
-from funcops.trees import at, has, paths
 
 D, ROWS = 16, 512
 

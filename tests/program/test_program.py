@@ -36,14 +36,14 @@ from funcops import (
     rms_norm,
     skip,
 )
-from funcops.backend import backend
-from funcops.contract.op import make_op
+from funcops.engine.backend import backend
+from funcops.engine.contract.op import make_op
+from funcops.engine.program import programs
+from funcops.engine.program.lower import Call, lower
+from funcops.engine.trees import leaves, tensors, tree_map_tensors
 from funcops.models.blocks import block_config
-from funcops.program import programs
-from funcops.program.lower import Call, lower
 from funcops.testing.checks import float_like
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, tensors, tree_map_tensors
 
 D = 6
 RECOMPUTABLE = sorted({case.op.name for case, _ in CASES if case.op.recompute is not None})

@@ -46,17 +46,17 @@ from funcops import (
     softcap,
     with_policy,
 )
-from funcops.backend import backend
-from funcops.contract.configs import OpConfig
-from funcops.contract.op import config, dgrad_of, forward, make_op, recompute_of
-from funcops.contract.schema import NO_GRADIENT, RECOMPUTE, Residuals, saved
 from funcops.distributed import comm
-from funcops.errors import StaleResidualError
-from funcops.kernels import linear as linear_kernels
-from funcops.kernels import norm as norm_kernels
+from funcops.engine.backend import backend
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.op import config, dgrad_of, forward, make_op, recompute_of
+from funcops.engine.contract.schema import NO_GRADIENT, RECOMPUTE, Residuals, saved
+from funcops.engine.errors import StaleResidualError
+from funcops.engine.trees import leaves, tensors, tree_map_tensors
+from funcops.library.kernels import linear as linear_kernels
+from funcops.library.kernels import norm as norm_kernels
 from funcops.testing import run_ranks
 from funcops.testing.checks import float_like
-from funcops.trees import leaves, tensors, tree_map_tensors
 
 D, ROWS = 6, 5
 

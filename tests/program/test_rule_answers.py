@@ -21,7 +21,7 @@ from funcops import (
     softcap,
     unregister_fusion,
 )
-from funcops.trees import tensors
+from funcops.engine.trees import tensors
 
 CFG = ChainConfig(
     steps=(

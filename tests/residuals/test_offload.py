@@ -21,10 +21,10 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.residuals import Offload, Policy, donate, pack, unpack
-from funcops.residuals.offload import Copies, copies
+from funcops.engine.residuals import Offload, Policy, donate, pack, unpack
+from funcops.engine.residuals.offload import Copies, copies
+from funcops.engine.trees import leaves, tensors
 from funcops.testing.checks import same_bits
-from funcops.trees import leaves, tensors
 
 TIMES = 4
 BODY = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), Step("mix", linear, LinearConfig(8, 8))))

@@ -22,8 +22,8 @@ from funcops import (
     schedule,
 )
 from funcops.adapters.graphs import graphed
-from funcops.errors import size_of, sized
-from funcops.residuals import Ledger, diff
+from funcops.engine.errors import size_of, sized
+from funcops.engine.residuals import Ledger, diff
 
 
 def chain_of(steps):

@@ -25,7 +25,7 @@ from funcops import (
     skip,
 )
 from funcops import nn as fnn
-from funcops.trees import tree_map
+from funcops.engine.trees import tree_map
 
 VOCAB, DIM = 11, 8
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from funcops import ChainConfig, LinearConfig, RepeatConfig, Step, chain, linear, random, repeat
+from funcops.engine.program.values import fold_keys
 from funcops.low_precision import NVFP4, quantize_params, with_recipe
-from funcops.program.values import fold_keys
 from funcops.schedule import gpipe, interleaved_1f1b, one_f_one_b, run, zb_h1
 from funcops.testing.checks import same_bits
 

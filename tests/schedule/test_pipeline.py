@@ -32,12 +32,12 @@ from funcops import (
     scale,
 )
 from funcops.adapters.pipelining import BucketedMean, Pipeline
+from funcops.engine.trees import cast, tree_map_tensors
 from funcops.low_precision import NVFP4, Fp8Current, Fp8Delayed, begin_step, with_recipe
 from funcops.schedule import Schedule, gpipe, run, zb_v
 from funcops.schedule.stage import Stage
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import cast, tree_map_tensors
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 ROOT = SCRIPT.parents[2]

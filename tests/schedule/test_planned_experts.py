@@ -15,6 +15,7 @@ from predictions import check_prediction
 
 from benchmarks import published
 from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random, report
+from funcops.engine.trees import tensors
 from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, with_recipe
 from funcops.models import DecoderConfig, MoEConfig, decoder, decoder_x, roles
 from funcops.schedule import GPU, GPUS, Decoder, Layout, Mixture, plan_parallel, predict
@@ -22,7 +23,6 @@ from funcops.schedule.expert_costs import expert_times, of_experts
 from funcops.schedule.layout import layer_times, peak, problem, rank_memory, stages_of
 from funcops.schedule.predict import simulated as simulated_of
 from funcops.testing import run_ranks
-from funcops.trees import tensors
 
 H100 = GPUS["H100"]
 SMALL = Decoder(1024, 512, 12, 8, 32000, 2048, 48, kv_heads=4, mixture=Mixture(16, 2))

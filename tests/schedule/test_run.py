@@ -21,10 +21,11 @@ from funcops import (
     linear,
     random,
 )
-from funcops.compose.add import AddResiduals
-from funcops.contract.op import dgrad_of, make_op
-from funcops.errors import LedgerError
-from funcops.residuals import Ledger
+from funcops.engine.compose.add import AddResiduals
+from funcops.engine.contract.op import dgrad_of, make_op
+from funcops.engine.errors import LedgerError
+from funcops.engine.residuals import Ledger
+from funcops.engine.trees import nbytes, paths, put, tensors, tree_map_tensors
 from funcops.schedule import (
     Schedule,
     delay_w,
@@ -40,7 +41,6 @@ from funcops.schedule import (
 )
 from funcops.schedule.stage import check_ties
 from funcops.testing.tolerances import assert_close
-from funcops.trees import nbytes, paths, put, tensors, tree_map_tensors
 
 M = 8
 SCHEDULES = {

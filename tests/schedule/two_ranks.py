@@ -23,10 +23,10 @@ from staged import DIM, USER, decoder, linears, microbatches, reference, routed_
 
 from funcops import Needs, chain, random
 from funcops.adapters.pipelining import BucketedMean, Pipeline, split_stage
+from funcops.engine.trees import paths, tree_map, tree_map_tensors
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.schedule import Schedule, delay_w, dualpipe_v, fold, gpipe, interleaved_1f1b, interleaved_zb, one_f_one_b, run, zb_v
 from funcops.testing.checks import same_bits
-from funcops.trees import paths, tree_map, tree_map_tensors
 
 M, DRAWN = 8, 18
 LONG, SHORT = timedelta(minutes=10), timedelta(seconds=20)

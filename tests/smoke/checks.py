@@ -33,14 +33,14 @@ from funcops import (
 )
 from funcops import nn as fnn
 from funcops.adapters.graphs import GraphCache, check_capturable, cut_rows, graphed, pad_rows
-from funcops.backend import backend, gemm
-from funcops.errors import CaptureError
-from funcops.kernels import activation, embedding, fused_linear, norm, pointwise, qkv_split
-from funcops.kernels import linear as products
+from funcops.engine.backend import backend, gemm
+from funcops.engine.errors import CaptureError
+from funcops.engine.trees import leaves, tensors, tree_map_tensors
+from funcops.library.kernels import activation, embedding, fused_linear, norm, pointwise, qkv_split
+from funcops.library.kernels import linear as products
 from funcops.models.blocks import block_config, gpt2_block_config
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, tensors, tree_map_tensors
 
 
 class SmokeDevice(NamedTuple):

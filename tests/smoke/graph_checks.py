@@ -26,7 +26,7 @@ from funcops import (
     skip,
 )
 from funcops.adapters.graphs import Hooks, graph_data, graph_memory, graphed, wgrads_beside, when
-from funcops.trees import tensors, tree_map_tensors
+from funcops.engine.trees import tensors, tree_map_tensors
 
 SEGMENT = 20 << 20  # bytes that the allocator rounds a pool's memory up to
 

@@ -22,12 +22,12 @@ from funcops import (
     random,
 )
 from funcops.adapters.graphs import graphed
-from funcops.backend import backend
 from funcops.dist import Axis, ColumnLinearConfig, RowLinearConfig, column_linear, row_linear
 from funcops.distributed import comm
+from funcops.engine.backend import backend
+from funcops.engine.trees import tree_map_tensors
 from funcops.models import DecoderConfig, LatentConfig, MoEConfig, cache_init, decode, decoder, decoder_x
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tree_map_tensors
 
 SIZES = dict(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, head_size=16, hidden=96, context=64)
 

@@ -17,10 +17,10 @@ from benchmarks.experts import LAYERS_OF_EXPERTS, WIDE, of_experts
 from benchmarks.kernel_call import KernelCall, Maker
 from benchmarks.kernels import clones
 from benchmarks.low_attention import of_low_attention
-from funcops.backend import backend, gemm
-from funcops.kernels import experts, fused_linear, grouped, scaled_attention, scored_attention, slot_attention
+from funcops.engine.backend import backend, gemm
+from funcops.engine.trees import tensors
+from funcops.library.kernels import experts, fused_linear, grouped, scaled_attention, scored_attention, slot_attention
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tensors
 
 TIMES, SHRINK = 1000, 4096  # on a device; the CPU rehearses it once, at sizes divided by the last
 

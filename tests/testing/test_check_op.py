@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from funcops import Compress, LinearConfig, Policy, linear, with_policy
-from funcops.contract.accumulators import accumulate
-from funcops.contract.needs import Needs
-from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of, wgrad_of
-from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
-from funcops.errors import FLOATS, check
-from funcops.residuals.forms import Packed
+from funcops.engine.contract.accumulators import accumulate
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of, wgrad_of
+from funcops.engine.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
+from funcops.engine.errors import FLOATS, check
+from funcops.engine.residuals.forms import Packed
+from funcops.engine.trees import leaf, tree
 from funcops.testing import Error, check_op
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaf, tree
 
 # y = x exp(a): both halves and y once more read both fields
 

@@ -6,13 +6,13 @@ from dataclasses import field
 import pytest
 import torch
 
-from funcops.contract.accumulators import accumulate
-from funcops.contract.needs import Needs
-from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of, wgrad_of
-from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
-from funcops.errors import FLOATS, check
+from funcops.engine.contract.accumulators import accumulate
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of, wgrad_of
+from funcops.engine.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
+from funcops.engine.errors import FLOATS, check
+from funcops.engine.trees import leaf, tree
 from funcops.testing import check_op
-from funcops.trees import leaf, tree
 
 
 @config
@@ -104,7 +104,7 @@ def test_a_wrong_call_that_goes_through_is_named_with_its_remedy():
     right = srelu_of(checks=None)
     dgrad = dgrad_of(SreluResiduals)(srelu_dgrad)
     op = make_op("srelu", SreluConfig, fwd=right.fwd, dgrad=dgrad, recomputable="elementwise", recompute=right.recompute)
-    remedy = r"dy too large went through without an error: check its shape \(funcops.errors.check\), or pass free=\('dy',\) if"
+    remedy = r"dy too large went through without an error: check its shape \(funcops.contract.check\), or pass free=\('dy',\) if"
     with pytest.raises(AssertionError, match=remedy):
         run(op, laws=("loud",))
 

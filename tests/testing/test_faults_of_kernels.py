@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcops.backend import backend, kernel
-from funcops.contract.needs import Needs
-from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op
-from funcops.contract.schema import DGRAD, Residuals, saved
-from funcops.errors import FLOATS, check
+from funcops.engine.backend import backend, kernel
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import OpConfig, config, dgrad_of, forward, make_op
+from funcops.engine.contract.schema import DGRAD, Residuals, saved
+from funcops.engine.errors import FLOATS, check
 from funcops.testing import check_op
 
 
@@ -123,7 +123,7 @@ def test_a_tensor_without_the_name_of_a_pointer_is_named(compiled):
     triton = pytest.importorskip("triton")
     from triton.runtime.jit import JITFunction
 
-    from funcops.backend.launch import _launchers, launcher
+    from funcops.engine.backend.launch import _launchers, launcher
 
     launch = launcher(JITFunction(_doubled) if compiled else triton.jit(_doubled))
     if compiled:

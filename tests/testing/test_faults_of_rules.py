@@ -22,7 +22,7 @@ from funcops import (
     skip,
     unregister_fusion,
 )
-from funcops.ops.linear import LinearPending, LinearResiduals
+from funcops.library.ops.linear import LinearPending, LinearResiduals
 from funcops.testing import LAWS, check_op
 
 CFG = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 4)), Step("cool", scale, ScaleConfig(0.5))))

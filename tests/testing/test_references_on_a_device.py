@@ -7,8 +7,8 @@ import torch
 from law_cases import CASES
 from two_devices import TwoDevices, placed
 
+from funcops.engine.trees import tree_map_tensors
 from funcops.testing.laws import by_reference, run
-from funcops.trees import tree_map_tensors
 
 NAMES = sorted({case.op.name for case, _ in CASES})
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcops import random
-from funcops.backend import backend
+from funcops.engine import random
+from funcops.engine.backend import backend
 from funcops.graphs import graphed
 
 FULL = 0xFFFFFFFF
@@ -168,7 +168,7 @@ def test_fold_in_is_injective_over_its_range(name):
 
 def test_data_on_the_host_go_to_a_device_by_value(monkeypatch):
     pytest.importorskip("triton")
-    from funcops.kernels.triton import random as kernels
+    from funcops.library.kernels.triton import random as kernels
 
     given = []
     monkeypatch.setattr(kernels, "_launch_fold_in", lambda *args, **_: given.append(args))

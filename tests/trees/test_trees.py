@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 
 from funcops import LinearConfig, LinearParams, linear_dgrad, linear_fwd, trees
-from funcops.trees import (
+from funcops.engine.trees import (
     NAMESPACE,
     at,
     cast,

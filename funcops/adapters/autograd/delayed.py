@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from funcops.adapters.autocast import cast_from, without_autocast
 from funcops.adapters.autograd.hushed import hush, unhush
 from funcops.adapters.bucketed_mean import BucketedMean
-from funcops.contract.fused_steps import watch
-from funcops.contract.marks import Versions
-from funcops.contract.op import Op
-from funcops.errors import describe, fail, few
-from funcops.trees import leaves, nbytes, paths, tree_map_tensors
+from funcops.engine.contract.fused_steps import watch
+from funcops.engine.contract.marks import Versions
+from funcops.engine.contract.op import Op
+from funcops.engine.errors import describe, fail, few
+from funcops.engine.trees import leaves, nbytes, paths, tree_map_tensors
 
 _current: WgradStore | None = None
 _unfinished: weakref.ref[WgradStore] | None = None  # weak, so that a store that nobody can run any more warns at once

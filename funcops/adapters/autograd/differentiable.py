@@ -28,12 +28,12 @@ from funcops.adapters.autograd.requires_grad import able, taken_apart
 from funcops.adapters.autograd.saved_tensors import gradient_writer, slots_of
 from funcops.adapters.autograd.traced import run_traced
 from funcops.adapters.flatten import flatten, unflatten
-from funcops.backend import select
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op, raw_of, refuse_autocast
-from funcops.contract.signatures import C, HasFwd, P, R, Run, X, Y
-from funcops.errors import fail, require_type
-from funcops.trees import structure, tensors
+from funcops.engine.backend import select
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op, raw_of, refuse_autocast
+from funcops.engine.contract.signatures import C, HasFwd, P, R, Run, X, Y
+from funcops.engine.errors import fail, require_type
+from funcops.engine.trees import structure, tensors
 
 _ddp: Any = DistributedDataParallel
 

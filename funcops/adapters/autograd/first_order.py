@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from funcops.adapters.flatten import flatten
-from funcops.errors import FLOATS
-from funcops.trees import tensors
+from funcops.engine.errors import FLOATS
+from funcops.engine.trees import tensors
 
 _REMEDY = (
     "Compute second derivatives with torch's own layers (funcops.nn.to_torch(model) gives a swapped model its own back), or as "

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.contract.versions import version
+from funcops.engine.contract.versions import version
 
 
 class _IfGiven:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from funcops.adapters.flatten import flatten, indexed_paths
-from funcops.contract.needs import Needs
+from funcops.engine.contract.needs import Needs
 
 
 def taken_apart(params: Any, x: Any) -> tuple[Any, Any, list[Tensor], Needs]:

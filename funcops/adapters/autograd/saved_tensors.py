@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.adapters.flatten import Shape, TensorIndex, flatten
-from funcops.backend.source import compile_source, literal
-from funcops.contract.schema import Saved
-from funcops.formats import IN_CODES
-from funcops.residuals.nested import Nested
+from funcops.engine.backend.source import compile_source, literal
+from funcops.engine.contract.schema import Saved
+from funcops.engine.residuals.nested import Nested
+from funcops.library.formats import IN_CODES
 
 
 class Slots(NamedTuple):

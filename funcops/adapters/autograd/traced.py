@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 from funcops.adapters.autograd import delayed
 from funcops.adapters.autograd.requires_grad import able, taken_apart
 from funcops.adapters.flatten import flatten, gradients, unflatten
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op
-from funcops.errors import FLOATS
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op
+from funcops.engine.errors import FLOATS
 
 
 class _Traced(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from funcops.backend import select
-from funcops.contract.op import Op
+from funcops.engine.backend import select
+from funcops.engine.contract.op import Op
 
 _REVERSE = "take the product with the Jacobian's transpose, with torch.autograd.grad or funcops.vjp"
 _batched, _legacy_batched = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor

@@ -17,17 +17,17 @@ from torch import Tensor
 from funcops.adapters.flatten import flatten, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.outside import names_of_tensors, read_outside, values_of
 from funcops.adapters.from_function.partition import Cutter, Graphs, Like, refuse_trained, resolved, trace
-from funcops.contract import rerun
-from funcops.contract.accumulators import accumulate
-from funcops.contract.configs import OpConfig, require_config
-from funcops.contract.marks import mark_of, version
-from funcops.contract.needs import Needs, check_needs
-from funcops.contract.op import Op, config, dgrad_of, make_op, refuse_autocast
-from funcops.contract.rerun import note
-from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
-from funcops.errors import check, describe, fail, join_path, require, require_callable, require_type, stale
-from funcops.residuals.donate import donate
-from funcops.trees import nothing_like, paths, tree_map_tensors
+from funcops.engine.contract import rerun
+from funcops.engine.contract.accumulators import accumulate
+from funcops.engine.contract.configs import OpConfig, require_config
+from funcops.engine.contract.marks import mark_of, version
+from funcops.engine.contract.needs import Needs, check_needs
+from funcops.engine.contract.op import Op, config, dgrad_of, make_op, refuse_autocast
+from funcops.engine.contract.rerun import note
+from funcops.engine.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
+from funcops.engine.errors import check, describe, fail, join_path, require, require_callable, require_type, stale
+from funcops.engine.residuals.donate import donate
+from funcops.engine.trees import nothing_like, paths, tree_map_tensors
 
 _autocast_enabled = torch._C._is_any_autocast_enabled
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from funcops.errors import describe, fail, join_path
+from funcops.engine.errors import describe, fail, join_path
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)

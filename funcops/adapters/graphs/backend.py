@@ -17,10 +17,10 @@ from funcops.adapters.graphs import recorder
 from funcops.adapters.graphs.hooks import Hooks, Life, release_waiting
 from funcops.adapters.graphs.timeline import TimelineEntry
 from funcops.adapters.graphs.topology import GraphData, from_recording, from_torch_data
-from funcops.backend import scopes
-from funcops.backend.tables import holding
-from funcops.errors import CaptureError, fail, require_count, require_type
-from funcops.trees import nbytes, tensors
+from funcops.engine.backend import scopes
+from funcops.engine.backend.tables import holding
+from funcops.engine.errors import CaptureError, fail, require_count, require_type
+from funcops.engine.trees import nbytes, tensors
 
 Outputs = Callable[[Any], list[Tensor]]
 

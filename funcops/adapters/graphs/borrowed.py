@@ -10,8 +10,8 @@ from torch import Tensor
 
 from funcops.adapters.graphs.statics import refuse_in_flight
 from funcops.adapters.graphs.timeline import TimelineEntry
-from funcops.errors import BorrowedError, fail
-from funcops.trees import nbytes, paths, structure, unflatten, with_leaves
+from funcops.engine.errors import BorrowedError, fail
+from funcops.engine.trees import nbytes, paths, structure, unflatten, with_leaves
 
 POLICIES = ("clone", "borrow")
 

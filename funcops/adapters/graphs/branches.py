@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops.backend.scopes import named_scope
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op, Prefetch, wrap
-from funcops.contract.walk import Part, rewrite
-from funcops.errors import CaptureError, GraphOrderError, fail, require_type
-from funcops.trees import tensors
+from funcops.engine.backend.scopes import named_scope
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op, Prefetch, wrap
+from funcops.engine.contract.walk import Part, rewrite
+from funcops.engine.errors import CaptureError, GraphOrderError, fail, require_type
+from funcops.engine.trees import tensors
 
 MAIN = ""
 _streams: dict[tuple[int, str], Any] = {}  # by device and branch

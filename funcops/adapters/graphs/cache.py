@@ -11,8 +11,8 @@ from torch import Tensor
 
 from funcops.adapters.graphs.backend import backend_of
 from funcops.adapters.graphs.graphed import Graphed, graphed
-from funcops.errors import describe, fail, require, require_callable, require_count, require_type
-from funcops.trees import tree_map_tensors
+from funcops.engine.errors import describe, fail, require, require_callable, require_count, require_type
+from funcops.engine.trees import tree_map_tensors
 
 
 class CacheReport(NamedTuple):

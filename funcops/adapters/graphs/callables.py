@@ -19,10 +19,10 @@ from funcops.adapters.autograd.hushed import hush, unhush
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import SHARED
 from funcops.adapters.graphs.statics import HOOKS, Part, Snapshot, StaticInput, Written, other_structure
-from funcops.contract.fused_steps import watch
-from funcops.contract.marks import Versions
-from funcops.errors import BorrowedError, GraphOrderError, describe, fail, require, require_flag, require_type
-from funcops.trees import leaves, paths, structure, tensors, with_leaves
+from funcops.engine.contract.fused_steps import watch
+from funcops.engine.contract.marks import Versions
+from funcops.engine.errors import BorrowedError, GraphOrderError, describe, fail, require, require_flag, require_type
+from funcops.engine.trees import leaves, paths, structure, tensors, with_leaves
 
 
 def _autocast() -> tuple[Any, ...]:

@@ -42,8 +42,8 @@ from funcops.adapters.graphs.faults import (
 )
 from funcops.adapters.graphs.outside import Undone
 from funcops.adapters.graphs.statics import clones
-from funcops.errors import CaptureError, require_callable
-from funcops.trees import paths, tensors, tree_map
+from funcops.engine.errors import CaptureError, require_callable
+from funcops.engine.trees import paths, tensors, tree_map
 
 _TO_HOST = {"cpu", "numpy", "tolist", "__array__"}
 _TO_PYTHON = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__"}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs.statics import clones
-from funcops.contract.marks import Versions
-from funcops.errors import check, fail, require_callable
-from funcops.trees import tensors
+from funcops.engine.contract.marks import Versions
+from funcops.engine.errors import check, fail, require_callable
+from funcops.engine.trees import tensors
 
 
 @torch.no_grad()

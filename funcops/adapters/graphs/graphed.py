@@ -14,9 +14,9 @@ from funcops.adapters.graphs.borrowed import Outputs
 from funcops.adapters.graphs.faults import without_autograd
 from funcops.adapters.graphs.hooks import Hooks
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written
-from funcops.backend import scopes
-from funcops.errors import GradModeError, require_callable, require_count, require_flag, require_type, size_of
-from funcops.trees import tensors, tree_map
+from funcops.engine.backend import scopes
+from funcops.engine.errors import GradModeError, require_callable, require_count, require_flag, require_type, size_of
+from funcops.engine.trees import tensors, tree_map
 
 
 class Report(NamedTuple):

@@ -17,14 +17,14 @@ from funcops.adapters.graphs.borrowed import SHARED, Outputs
 from funcops.adapters.graphs.graphed import Report
 from funcops.adapters.graphs.hooks import Hooks
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written, clones, refuse_copy
-from funcops.compose.step import check_body
-from funcops.contract.marks import Versions
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op
-from funcops.contract.rerun import read_again
-from funcops.errors import BorrowedError, GraphOrderError, describe, fail, require, require_count, require_flag, require_type
-from funcops.residuals.ledger import Ledger
-from funcops.trees import leaves, tensors, tree_map
+from funcops.engine.compose.step import check_body
+from funcops.engine.contract.marks import Versions
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.rerun import read_again
+from funcops.engine.errors import BorrowedError, GraphOrderError, describe, fail, require, require_count, require_flag, require_type
+from funcops.engine.residuals.ledger import Ledger
+from funcops.engine.trees import leaves, tensors, tree_map
 
 FREE, RESIDUALS, PENDING = "free", "residuals", "pending"
 

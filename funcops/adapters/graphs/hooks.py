@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from funcops.adapters.graphs.statics import refuse_copy
-from funcops.errors import fail, require_type
+from funcops.engine.errors import fail, require_type
 
 Hook = Callable[[Any], None]
 _numbers = itertools.count()

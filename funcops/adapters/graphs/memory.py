@@ -9,8 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops.errors import require_callable, size_of
-from funcops.trees import tensors
+from funcops.engine.errors import require_callable, size_of
+from funcops.engine.trees import tensors
 
 BLOCK = 512  # bytes: torch's allocator rounds each tensor's memory up to a multiple
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from funcops.contract.marks import Versions
-from funcops.contract.schema import Saved
 from funcops.distributed.async_collectives import InFlight
-from funcops.errors import CaptureError, GradModeError, describe, differing, fail, few
-from funcops.trees import flatten, leaves, paths, structure, tensors, tree_map, with_leaves
+from funcops.engine.contract.marks import Versions
+from funcops.engine.contract.schema import Saved
+from funcops.engine.errors import CaptureError, GradModeError, describe, differing, fail, few
+from funcops.engine.trees import flatten, leaves, paths, structure, tensors, tree_map, with_leaves
 
 POLICIES = ("copy", "pinned", "donated")
 HOOKS = "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"

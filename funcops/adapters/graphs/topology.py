@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from funcops.adapters.graphs import recorder
-from funcops.backend.scopes import Label, node_labels
-from funcops.errors import describe, fail, in_html, on_screen, require_type
+from funcops.engine.backend.scopes import Label, node_labels
+from funcops.engine.errors import describe, fail, in_html, on_screen, require_type
 
 
 class GraphNode(NamedTuple):

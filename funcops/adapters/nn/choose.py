@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from funcops.errors import describe, fail
+from funcops.engine.errors import describe, fail
 
 
 class Chosen:

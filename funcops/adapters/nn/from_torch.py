@@ -18,11 +18,11 @@ from funcops.adapters.nn.quantized import take_recipe
 from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
 from funcops.adapters.nn.structure import Found, recognised
-from funcops.compose.chain import chain
-from funcops.errors import describe, fail, join_path, require, require_type
-from funcops.formats.recipes import Recipe
+from funcops.engine.compose.chain import chain
+from funcops.engine.errors import describe, fail, join_path, require, require_type
+from funcops.engine.residuals.policy import Policy
+from funcops.library.formats.recipes import Recipe
 from funcops.memory.policy import with_policy
-from funcops.residuals.policy import Policy
 
 LOSS = "loss_function"  # the attribute of a model of transformers
 

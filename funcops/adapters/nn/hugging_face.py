@@ -13,21 +13,21 @@ from funcops.adapters.nn.module import OpModule, folded, is_plain, run_op, untou
 from funcops.adapters.nn.parts import ACTS, CONV1D, DROPOUT, GATES, LINEAR, kind_of
 from funcops.adapters.nn.sequential import KEY
 from funcops.adapters.nn.unchanged import watched
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.parallel import ParallelConfig, parallel
-from funcops.compose.step import Step
-from funcops.contract.op import Op
-from funcops.errors import fail, require
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.parallel import ParallelConfig, parallel
+from funcops.engine.compose.step import Step
+from funcops.engine.contract.op import Op
+from funcops.engine.errors import fail, require
+from funcops.engine.trees import WithExtras
+from funcops.library.ops.activation import ActivationConfig, activation
+from funcops.library.ops.cross_entropy import CrossEntropyConfig, cross_entropy
+from funcops.library.ops.dropout import DropoutConfig, dropout
+from funcops.library.ops.glu import GLUConfig, glu
+from funcops.library.ops.layer_norm import LayerNormConfig, LayerNormParams, layer_norm
+from funcops.library.ops.linear import LinearConfig, LinearParams, linear
+from funcops.library.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
 from funcops.low_precision import with_recipe
 from funcops.memory.policy import with_policy
-from funcops.ops.activation import ActivationConfig, activation
-from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
-from funcops.ops.dropout import DropoutConfig, dropout
-from funcops.ops.glu import GLUConfig, glu
-from funcops.ops.layer_norm import LayerNormConfig, LayerNormParams, layer_norm
-from funcops.ops.linear import LinearConfig, LinearParams, linear
-from funcops.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
-from funcops.trees import WithExtras
 
 _compiling = torch.compiler.is_dynamo_compiling
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.random import fork_rng
 
-from funcops.errors import describe, fail
-from funcops.trees import tensors
+from funcops.engine.errors import describe, fail
+from funcops.engine.trees import tensors
 
 
 def kept_bytes(module: nn.Module, *args: Any, **kwargs: Any) -> int:

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import LOWER
 from funcops.adapters.nn.module import OpModule, folded, is_plain, prepare
 from funcops.adapters.nn.quantized import take_recipe
-from funcops.backend import wide
-from funcops.errors import fail, require, require_type
-from funcops.formats.recipes import Recipe
-from funcops.kernels.norm import dense
-from funcops.ops._norm import DTYPES
-from funcops.ops.activation import ActivationConfig, activation
-from funcops.ops.dropout import DropoutConfig, dropout
-from funcops.ops.embedding import EmbeddingConfig, EmbeddingParams, embedding
-from funcops.ops.glu import GLUConfig, glu
-from funcops.ops.group_norm import GroupNormConfig, GroupNormParams, group_norm
-from funcops.ops.layer_norm import LayerNormConfig, LayerNormParams, layer_norm
-from funcops.ops.linear import LinearConfig, LinearParams, linear
-from funcops.ops.qlinear import QLinearConfig
-from funcops.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
-from funcops.ops.softmax import SoftmaxConfig, softmax
+from funcops.engine.backend import wide
+from funcops.engine.errors import fail, require, require_type
+from funcops.library.formats.recipes import Recipe
+from funcops.library.kernels.norm import dense
+from funcops.library.ops._norm import DTYPES
+from funcops.library.ops.activation import ActivationConfig, activation
+from funcops.library.ops.dropout import DropoutConfig, dropout
+from funcops.library.ops.embedding import EmbeddingConfig, EmbeddingParams, embedding
+from funcops.library.ops.glu import GLUConfig, glu
+from funcops.library.ops.group_norm import GroupNormConfig, GroupNormParams, group_norm
+from funcops.library.ops.layer_norm import LayerNormConfig, LayerNormParams, layer_norm
+from funcops.library.ops.linear import LinearConfig, LinearParams, linear
+from funcops.library.ops.qlinear import QLinearConfig
+from funcops.library.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
+from funcops.library.ops.softmax import SoftmaxConfig, softmax
 
 if TYPE_CHECKING:
 

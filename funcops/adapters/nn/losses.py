@@ -11,9 +11,19 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import LOWER
 from funcops.adapters.nn.layers import ids
 from funcops.adapters.nn.module import OpModule, folded, is_plain, prepare
-from funcops.errors import FLOATS, describe, fail, require, require_count, require_device, require_dtype, require_flag, require_type
-from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
-from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy
+from funcops.engine.errors import (
+    FLOATS,
+    describe,
+    fail,
+    require,
+    require_count,
+    require_device,
+    require_dtype,
+    require_flag,
+    require_type,
+)
+from funcops.library.ops.cross_entropy import CrossEntropyConfig, cross_entropy
+from funcops.library.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy
 
 ALONE = "None, because the op has no class weights (torch's own forward has)"
 

@@ -17,11 +17,11 @@ from torch.fx import Proxy
 from funcops.adapters.autocast import FLOAT32, LOWER, any_autocast, casts, is_on, is_rule, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.unchanged import HOOKS, parameters_of, same_parameters
-from funcops.backend.source import exact
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op
-from funcops.errors import FLOATS, describe, fail
-from funcops.trees import tensors, tree_map_tensors
+from funcops.engine.backend.source import exact
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op
+from funcops.engine.errors import FLOATS, describe, fail
+from funcops.engine.trees import tensors, tree_map_tensors
 
 _compiling = torch.compiler.is_dynamo_compiling
 CACHES = ("_cfg", "_cached", "_made")  # attributes in which calls cache

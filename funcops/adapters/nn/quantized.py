@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcops import random
 from funcops.adapters.autocast import any_autocast, casts, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.module import Prepared, is_plain, prepare
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op, wrap
-from funcops.errors import StaleResidualError, check, describe, fail, few, require, require_dtype, require_flag, require_type
-from funcops.formats import QTensor, QWeight, quantized_weight
-from funcops.formats.recipes import TO_ROUND, require_recipe
-from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import qlinear
-from funcops.trees import replace
+from funcops.engine import random
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op, wrap
+from funcops.engine.errors import StaleResidualError, check, describe, fail, few, require, require_dtype, require_flag, require_type
+from funcops.engine.trees import replace
+from funcops.library.formats import QTensor, QWeight, quantized_weight
+from funcops.library.formats.recipes import TO_ROUND, require_recipe
+from funcops.library.ops.linear import LinearParams
+from funcops.library.ops.qlinear import qlinear
 
 _none: Any = None
 _empty = QTensor(_none, _none, None, format=_none, shape=_none, dtype=_none, side="row", hadamard=False)

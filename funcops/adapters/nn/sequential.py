@@ -14,12 +14,12 @@ from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
 from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, is_plain, run_op, untouched
 from funcops.adapters.nn.unchanged import follows, same_modules, state_of, watched
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.step import Step
-from funcops.contract.trace_safe_cache import reading
-from funcops.errors import require
-from funcops.program.rules import FEW
-from funcops.trees import WithExtras
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.step import Step
+from funcops.engine.contract.trace_safe_cache import reading
+from funcops.engine.errors import require
+from funcops.engine.program.rules import FEW
+from funcops.engine.trees import WithExtras
 
 KEY = "key"
 _compiling = torch.compiler.is_dynamo_compiling

@@ -25,7 +25,7 @@ from funcops.adapters.nn.module import OpModule
 from funcops.adapters.nn.parts import ACTS, DROPOUT, LINEAR, kind_of
 from funcops.adapters.nn.straight import attributes_read
 from funcops.adapters.nn.unchanged import HOOKS, watched
-from funcops.ops.activation import KINDS
+from funcops.library.ops.activation import KINDS
 
 Formula = Callable[..., Tensor]  # (x, *weights) -> y
 FLOATS = torch.float32, torch.bfloat16, torch.float16

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.nn.modules import module as hooks
 
-from funcops.backend.source import compile_source
+from funcops.engine.backend.source import compile_source
 
 Same = Callable[[Any, Any], bool]
 

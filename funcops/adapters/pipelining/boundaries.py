@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.step import split_x
-from funcops.contract.needs import Needs
-from funcops.errors import describe, fail, short
-from funcops.formats.working import working_like
-from funcops.program.run import tied
-from funcops.program.values import abstract_params
-from funcops.trees import WithExtras, fake, leaves, paths, tensors, tree_map_tensors
+from funcops.engine.compose.chain import ChainConfig, chain
+from funcops.engine.compose.step import split_x
+from funcops.engine.contract.needs import Needs
+from funcops.engine.errors import describe, fail, short
+from funcops.engine.program.run import tied
+from funcops.engine.program.values import abstract_params
+from funcops.engine.trees import WithExtras, fake, leaves, paths, tensors, tree_map_tensors
+from funcops.library.formats.working import working_like
 
 ERRORS = (ValueError, TypeError, RuntimeError)  # raised by operators and torch for tensors that do not fit
 

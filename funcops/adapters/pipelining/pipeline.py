@@ -12,14 +12,14 @@ import torch.distributed as dist
 from funcops.adapters.pipelining.boundaries import Boundaries, looks
 from funcops.adapters.pipelining.messages import Messages, Values, from_all
 from funcops.adapters.pipelining.runtime import Runtime
-from funcops.compose.chain import ChainConfig, needs_of_steps
-from funcops.contract.needs import Needs
-from funcops.errors import describe, fail, require, require_type
+from funcops.engine.compose.chain import ChainConfig, needs_of_steps
+from funcops.engine.contract.needs import Needs
+from funcops.engine.errors import describe, fail, require, require_type
+from funcops.engine.residuals.ledger import Ledger
+from funcops.engine.trees import WithExtras, leaves, put, with_leaves
 from funcops.precision import nonfinite
-from funcops.residuals.ledger import Ledger
 from funcops.schedule import Schedule
 from funcops.schedule.stage import Done, Ends, Stage, check_staged, check_ties, share_ties, split_inputs, told_of_ties
-from funcops.trees import WithExtras, leaves, put, with_leaves
 
 
 class Stepped(NamedTuple):

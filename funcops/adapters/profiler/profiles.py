@@ -16,11 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.adapters.profiler import trace
-from funcops.backend import scopes
-from funcops.backend.scopes import Label
-from funcops.errors import in_html, on_screen, require_callable, require_count, require_flag, size_of
-from funcops.residuals.report import report
-from funcops.trees import tensors
+from funcops.engine.backend import scopes
+from funcops.engine.backend.scopes import Label
+from funcops.engine.errors import in_html, on_screen, require_callable, require_count, require_flag, size_of
+from funcops.engine.residuals.report import report
+from funcops.engine.trees import tensors
 
 _HEAD = ("step", "half", "time", "share", "launches", "moved", "kept")
 
@@ -74,7 +74,7 @@ class Profile:
     def plot(self, path: str | None = None, *, depth: int = 1) -> Any:
         """Plot a group of bars for every step, `depth` names deep: the milliseconds of each half. Writes PNG, SVG, ... to `path` if
         given, and returns matplotlib's figure. Raises `ImportError` without matplotlib (the extra `docs`)."""
-        from funcops.residuals.picture import grouped_bars
+        from funcops.engine.residuals.picture import grouped_bars
 
         halves = list(dict.fromkeys(row.half for row in self.rows))
         bars: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(halves, 0.0))

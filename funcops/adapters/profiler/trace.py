@@ -1,6 +1,6 @@
 """A profiler's chrome trace, joined with the steps whose names it has: which operator or kernel belongs to which step.
 
-Ranges are the `user_annotation` events of named steps, or the marks of a compiled step (`funcops.backend.scopes`). A kernel belongs
+Ranges are the `user_annotation` events of named steps, or the marks of a compiled step (`engine.backend.scopes`). A kernel belongs
 to the step that was running when it was launched; one that a CUDA graph launched, to the step that its node's annotation names.
 """
 
@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from funcops.backend.scopes import BEGIN, END, Label
+from funcops.engine.backend.scopes import BEGIN, END, Label
 
 NONE = Label()
 MARKS = ("funcops::scope_begin", "funcops::scope_end")

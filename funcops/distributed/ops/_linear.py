@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import config
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
-from funcops.errors import check_rows, describe, fail, require
-from funcops.kernels import linear as kernels
-from funcops.ops.linear import LinearConfig, LinearParams, check_linear_into, linear_init, wants_bias
-from funcops.ops.linear_layer import LinearLayer
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config
+from funcops.engine.errors import check_rows, describe, fail, require
+from funcops.library.kernels import linear as kernels
+from funcops.library.ops.linear import LinearConfig, LinearParams, check_linear_into, linear_init, wants_bias
+from funcops.library.ops.linear_layer import LinearLayer
 
 OVERLAPS = ("none", "bulk", "ring")
 ALONE = Axis("alone", 1, 0)

@@ -13,13 +13,13 @@ from torch import Tensor
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import OverAxis
-from funcops.errors import require
-from funcops.formats import Format, QTensor, as_made, by_tiles
-from funcops.formats.recipes import OPERANDS, Recipe, require_recipe
-from funcops.kernels.quantize import by_columns
-from funcops.ops._low_config import LowConfig
-from funcops.ops._low_operands import Largest, quantized
-from funcops.ops.coded_linear import CodedLinear
+from funcops.engine.errors import require
+from funcops.library.formats import Format, QTensor, as_made, by_tiles
+from funcops.library.formats.recipes import OPERANDS, Recipe, require_recipe
+from funcops.library.kernels.quantize import by_columns
+from funcops.library.ops._low_config import LowConfig
+from funcops.library.ops._low_operands import Largest, quantized
+from funcops.library.ops.coded_linear import CodedLinear
 
 
 class LowOverAxis(LowConfig):

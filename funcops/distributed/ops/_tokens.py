@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.backend.declare import capturing, tracing
-from funcops.contract.pausing import Flying
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
-from funcops.errors import fail
-from funcops.formats import Format, as_made, quantize_tensor
-from funcops.kernels.routing import check_row_count, gather_rows
-from funcops.trees import replace
+from funcops.engine.backend.declare import capturing, tracing
+from funcops.engine.contract.pausing import Flying
+from funcops.engine.errors import fail
+from funcops.engine.trees import replace
+from funcops.library.formats import Format, as_made, quantize_tensor
+from funcops.library.kernels.routing import check_row_count, gather_rows
 
 
 class Dispatched(NamedTuple):

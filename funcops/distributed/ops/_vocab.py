@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
-from funcops.kernels import cross_entropy as kernels
+from funcops.library.kernels import cross_entropy as kernels
 
 NO_LABEL = -(2**62)  # an ignore_index that no label equals
 

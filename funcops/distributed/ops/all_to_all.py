@@ -25,14 +25,14 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
-from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides, check_part, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.errors import describe, require
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.engine.contract.schema import NO_GRADIENT, Residuals
+from funcops.engine.errors import describe, require
 
 __all__ = ["AllToAllConfig", "AllToAllResiduals"]
 __all__ += ["all_to_all", "all_to_all_bwd", "all_to_all_dgrad", "all_to_all_fwd", "all_to_all_init", "all_to_all_wgrad"]

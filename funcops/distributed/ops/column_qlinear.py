@@ -37,10 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops import random
-from funcops.contract.needs import Needs
-from funcops.contract.op import config
-from funcops.contract.schema import WGRAD, Pending, saved
 from funcops.distributed.ops._linear import rows_axis
 from funcops.distributed.ops._qlinear import (
     CodedOverAxis,
@@ -55,11 +51,15 @@ from funcops.distributed.ops._qlinear import (
     whole_tiles,
 )
 from funcops.distributed.ops.column_linear import ColumnLayer, ColumnLinearConfig, column_linear
-from funcops.formats import QTensor, check_quantized
-from funcops.ops._layer_op import layer_op
-from funcops.ops._low_config import low_form
-from funcops.ops._low_operands import factors_of_dw, kept_side, operands, quantized
-from funcops.ops.qlinear import QLinearOfInputResiduals, QLinearResiduals
+from funcops.engine import random
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config
+from funcops.engine.contract.schema import WGRAD, Pending, saved
+from funcops.library.formats import QTensor, check_quantized
+from funcops.library.ops._layer_op import layer_op
+from funcops.library.ops._low_config import low_form
+from funcops.library.ops._low_operands import factors_of_dw, kept_side, operands, quantized
+from funcops.library.ops.qlinear import QLinearOfInputResiduals, QLinearResiduals
 
 __all__ = ["ColumnQLinearConfig", "ColumnQLinearPending", "ColumnQLinearResiduals"]
 __all__ += ["column_qlinear", "column_qlinear_bwd", "column_qlinear_dgrad"]

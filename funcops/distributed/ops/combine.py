@@ -35,17 +35,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.contract.pausing import landed, without_params
-from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._tokens import arrived, in_flight, rows_sent, start, start_back, token_of
-from funcops.errors import FLOATS, describe, fail
-from funcops.ops.permute import check_rows_and_choices
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.engine.contract.pausing import landed, without_params
+from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved, static
+from funcops.engine.errors import FLOATS, describe, fail
+from funcops.library.ops.permute import check_rows_and_choices
 
 __all__ = ["CombineConfig", "CombineResiduals"]
 __all__ += ["combine", "combine_bwd", "combine_dgrad", "combine_fwd", "combine_init", "combine_wgrad"]

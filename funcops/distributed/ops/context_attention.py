@@ -57,19 +57,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.backend import wide
-from funcops.contract.needs import Needs
-from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
-from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.distributed import comm
 from funcops.distributed.by_heads import Exchange, Kept, check_heads
 from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.zigzag import unzigzag
-from funcops.errors import check, fail, require
-from funcops.kernels import attention as kernels
-from funcops.kernels.scored_attention import Score, nothing_to_see
-from funcops.ops.attention import AttentionConfig, check_bias, check_cu_seqlens, check_parts, check_qkv, indices_of, of_config
+from funcops.engine.backend import wide
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
+from funcops.engine.errors import check, fail, require
+from funcops.library.kernels import attention as kernels
+from funcops.library.kernels.scored_attention import Score, nothing_to_see
+from funcops.library.ops.attention import (
+    AttentionConfig,
+    check_bias,
+    check_cu_seqlens,
+    check_parts,
+    check_qkv,
+    indices_of,
+    of_config,
+)
 
 __all__ = ["ContextAttentionConfig", "ContextAttentionResiduals"]
 __all__ += ["context_attention", "context_attention_bwd", "context_attention_dgrad"]

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.backend import wide
-from funcops.contract.needs import Needs
-from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op
-from funcops.contract.schema import Inputs
 from funcops.distributed.ops.context_attention import ContextAttentionConfig, attended, check_context_x, context_gradients
-from funcops.errors import check, require
-from funcops.ops.sink_attention import (
+from funcops.engine.backend import wide
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op
+from funcops.engine.contract.schema import Inputs
+from funcops.engine.errors import check, require
+from funcops.library.ops.sink_attention import (
     SinkAttentionParams,
     SinkAttentionPending,
     SinkAttentionResiduals,

@@ -51,17 +51,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.contract.pausing import landed, without_params
-from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._tokens import Dispatched, arrived, dispatched, in_flight, start_back
-from funcops.errors import describe, fail, require, require_type
-from funcops.formats import Format
-from funcops.ops.experts import check_experts_x
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.engine.contract.pausing import landed, without_params
+from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved, static
+from funcops.engine.errors import describe, fail, require, require_type
+from funcops.library.formats import Format
+from funcops.library.ops.experts import check_experts_x
 
 __all__ = ["DispatchConfig", "DispatchResiduals"]
 __all__ += ["dispatch", "dispatch_bwd", "dispatch_dgrad", "dispatch_fwd", "dispatch_init", "dispatch_wgrad"]

@@ -25,13 +25,13 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
-from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
 from funcops.distributed.checks import check_part, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.engine.contract.schema import NO_GRADIENT, Residuals
 
 __all__ = ["GatherConfig", "GatherResiduals", "gather", "gather_bwd", "gather_dgrad", "gather_fwd", "gather_init", "gather_wgrad"]
 

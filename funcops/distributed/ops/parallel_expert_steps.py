@@ -19,20 +19,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from funcops.compose.chain import ChainConfig
-from funcops.compose.step import Step
-from funcops.contract.configs import fields_of
-from funcops.contract.op import Op, config, init_of
-from funcops.contract.walk import Part, rewrite
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops.combine import CombineConfig, combine
 from funcops.distributed.ops.dispatch import DispatchConfig, dispatch
 from funcops.distributed.ops.parallel_experts import ParallelExpertsConfig, parallel_experts
 from funcops.distributed.specs import Spec
-from funcops.errors import require
-from funcops.ops.expert_steps import BY_STEPS, EXTRAS, ExpertStepsConfig, expert_steps_init, plain_experts, steps_op
-from funcops.trees import paths
+from funcops.engine.compose.chain import ChainConfig
+from funcops.engine.compose.step import Step
+from funcops.engine.contract.configs import fields_of
+from funcops.engine.contract.op import Op, config, init_of
+from funcops.engine.contract.walk import Part, rewrite
+from funcops.engine.errors import require
+from funcops.engine.trees import paths
+from funcops.library.ops.expert_steps import BY_STEPS, EXTRAS, ExpertStepsConfig, expert_steps_init, plain_experts, steps_op
 
 SENT = "rows", "chosen", "sent", "sizes"
 

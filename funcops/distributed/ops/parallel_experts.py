@@ -46,10 +46,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from funcops.contract.needs import Needs
-from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.pausing import Flying, Pausing, landed, pausing
-from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
@@ -57,8 +53,12 @@ from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._tokens import Dispatched, arrived, dispatched, in_flight, rows_sent, start, start_back, token_of
 from funcops.distributed.ops.dispatch import check_tokens, require_experts
 from funcops.distributed.specs import Spec
-from funcops.errors import require
-from funcops.ops.experts import (
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.engine.contract.pausing import Flying, Pausing, landed, pausing
+from funcops.engine.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
+from funcops.engine.errors import require
+from funcops.library.ops.experts import (
     OF_ALL,
     ExpertsConfig,
     ExpertsParams,

@@ -26,15 +26,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from funcops.contract.needs import Needs
-from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
-from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.mesh import Axis
-from funcops.errors import FLOATS
-from funcops.ops._tuples import require_tuple
-from funcops.ops.latent_split import LatentSplitConfig, latent_split
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
+from funcops.engine.errors import FLOATS
+from funcops.library.ops._tuples import require_tuple
+from funcops.library.ops.latent_split import LatentSplitConfig, latent_split
 
 __all__ = ["ParallelLatentSplitConfig", "ParallelLatentSplitResiduals"]
 __all__ += ["parallel_latent_split", "parallel_latent_split_bwd", "parallel_latent_split_dgrad"]

@@ -37,10 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.contract.by_config import ByConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
@@ -52,13 +48,17 @@ from funcops.distributed.ops.row_linear import RowLinearConfig
 from funcops.distributed.ops.row_qlinear import RowQLinearConfig
 from funcops.distributed.ops.sharded_dropout import Shared
 from funcops.distributed.specs import Spec
-from funcops.errors import describe, require
-from funcops.kernels import linear as products
-from funcops.kernels import pointwise
-from funcops.ops._tuples import require_tuple
-from funcops.ops.dropout import check_shared
-from funcops.ops.linear_wgrads import Product
-from funcops.ops.low_rank import (
+from funcops.engine.contract.by_config import ByConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.engine.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
+from funcops.engine.errors import describe, require
+from funcops.library.kernels import linear as products
+from funcops.library.kernels import pointwise
+from funcops.library.ops._tuples import require_tuple
+from funcops.library.ops.dropout import check_shared
+from funcops.library.ops.linear_wgrads import Product
+from funcops.library.ops.low_rank import (
     ADAPTERS,
     Adapter,
     LowRankConfig,

@@ -34,19 +34,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.contract.needs import Needs
-from funcops.contract.op import config
-from funcops.contract.schema import NO_GRADIENT, WGRAD, Pending, saved
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides
 from funcops.distributed.ops._linear import DenseOverAxis, OverAxisConfig, by_ring, rows_axis, start_sum
 from funcops.distributed.ring import gathered_products, scattered_products
 from funcops.distributed.specs import Spec
-from funcops.kernels import linear as kernels
-from funcops.kernels import pointwise
-from funcops.ops._layer_op import layer_op
-from funcops.ops.linear import LinearParams, LinearResiduals, check_linear_into, linear_gradients, wants_bias
-from funcops.ops.linear_wgrads import Product
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config
+from funcops.engine.contract.schema import NO_GRADIENT, WGRAD, Pending, saved
+from funcops.library.kernels import linear as kernels
+from funcops.library.kernels import pointwise
+from funcops.library.ops._layer_op import layer_op
+from funcops.library.ops.linear import LinearParams, LinearResiduals, check_linear_into, linear_gradients, wants_bias
+from funcops.library.ops.linear_wgrads import Product
 
 __all__ = ["RowLinearConfig", "RowLinearPending", "RowLinearResiduals"]
 __all__ += ["row_linear", "row_linear_bwd", "row_linear_dgrad", "row_linear_fwd", "row_linear_init", "row_linear_wgrad"]

@@ -35,8 +35,6 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops import random
-from funcops.contract.op import config
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides
 from funcops.distributed.ops._linear import rows_axis, start_sum
@@ -52,11 +50,13 @@ from funcops.distributed.ops._qlinear import (
     whole_tiles,
 )
 from funcops.distributed.ops.row_linear import RowLinearConfig, row_linear
-from funcops.formats import QTensor, turned
-from funcops.ops._layer_op import layer_op
-from funcops.ops._low_config import low_form
-from funcops.ops._low_operands import of_gradient, quantized
-from funcops.ops.qlinear import QLinearOfInputResiduals, QLinearPending, QLinearResiduals
+from funcops.engine import random
+from funcops.engine.contract.op import config
+from funcops.library.formats import QTensor, turned
+from funcops.library.ops._layer_op import layer_op
+from funcops.library.ops._low_config import low_form
+from funcops.library.ops._low_operands import of_gradient, quantized
+from funcops.library.ops.qlinear import QLinearOfInputResiduals, QLinearPending, QLinearResiduals
 
 __all__ = ["RowQLinearConfig", "RowQLinearPending", "RowQLinearResiduals"]
 __all__ += ["row_qlinear", "row_qlinear_bwd", "row_qlinear_dgrad", "row_qlinear_fwd", "row_qlinear_init", "row_qlinear_wgrad"]

@@ -44,28 +44,26 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.backend import tracing, wide
-from funcops.compose.step import OneBody, check_body, note
-from funcops.contract.configs import Width, require_config
-from funcops.contract.marks import STAND_INS
-from funcops.contract.needs import Needs, check_needs
-from funcops.contract.op import Op, Prefetch, config, init_of, make_op
-from funcops.contract.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
-from funcops.contract.walk import steps, ties
 from funcops.distributed.async_collectives import finish
 from funcops.distributed.buckets import BUCKET_BYTES, part_shape
 from funcops.distributed.checks import require_axis
 from funcops.distributed.data import Landing, Reducing, reduce_start
 from funcops.distributed.mesh import Axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
-from funcops.errors import describe_tree, fail, join_path, require, require_count, require_dtype, require_flag, short
-from funcops.formats import Format, QWeight, quantize_tensor
-from funcops.formats.recipes import Recipe
-from funcops.program.accumulator_checks import check_into_tree
-from funcops.program.values import abstract_params
-from funcops.residuals.donate import donate
-from funcops.residuals.forms import Layout
-from funcops.trees import (
+from funcops.engine.backend import tracing, wide
+from funcops.engine.compose.step import OneBody, check_body, note
+from funcops.engine.contract.configs import Width, require_config
+from funcops.engine.contract.marks import STAND_INS
+from funcops.engine.contract.needs import Needs, check_needs
+from funcops.engine.contract.op import Op, Prefetch, config, init_of, make_op
+from funcops.engine.contract.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
+from funcops.engine.contract.walk import steps, ties
+from funcops.engine.errors import describe_tree, fail, join_path, require, require_count, require_dtype, require_flag, short
+from funcops.engine.program.accumulator_checks import check_into_tree
+from funcops.engine.program.values import abstract_params
+from funcops.engine.residuals.donate import donate
+from funcops.engine.residuals.forms import Layout
+from funcops.engine.trees import (
     Aside,
     at,
     cast,
@@ -81,6 +79,8 @@ from funcops.trees import (
     tree_map_tensors,
     with_leaves,
 )
+from funcops.library.formats import Format, QWeight, quantize_tensor
+from funcops.library.formats.recipes import Recipe
 
 __all__ = ["ShardedConfig", "ShardedPending", "ShardedResiduals"]
 __all__ += ["sharded", "sharded_bwd", "sharded_dgrad", "sharded_fwd", "sharded_init", "sharded_wgrad"]
@@ -149,7 +149,7 @@ class ShardedConfig(OneBody):
         return self.cfg.follow(where, path, width)
 
     def abstract(self) -> Any:
-        """See `funcops.program.values.abstract_params`."""
+        """See `funcops.engine.program.values.abstract_params`."""
         n = self.axis.size if self.stage == 3 else 1
         return tree_map_tensors(lambda t: t.new_empty(part_shape(tuple(t.shape), n)), self.like)
 

@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.specs import Ranges, within
-from funcops.errors import FLOATS, describe, fail, require
-from funcops.ops.dropout import check_shared, sharded_mask
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
+from funcops.engine.errors import FLOATS, describe, fail, require
+from funcops.library.ops.dropout import check_shared, sharded_mask
 
 __all__ = ["Shared", "ShardedDropoutConfig", "ShardedDropoutResiduals"]
 __all__ += ["sharded_dropout", "sharded_dropout_bwd", "sharded_dropout_dgrad"]

@@ -24,14 +24,14 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.errors import FLOATS
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.engine.contract.schema import NO_GRADIENT, Residuals
+from funcops.engine.errors import FLOATS
 
 __all__ = ["SumOverConfig", "SumOverResiduals"]
 __all__ += ["sum_over", "sum_over_bwd", "sum_over_dgrad", "sum_over_fwd", "sum_over_init", "sum_over_wgrad"]

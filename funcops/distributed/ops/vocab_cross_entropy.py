@@ -30,16 +30,16 @@ from dataclasses import field
 
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
-from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._vocab import losses_of_rows, parts_of_rows
-from funcops.kernels import cross_entropy as kernels
-from funcops.ops._ids import check_ids
-from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
+from funcops.library.kernels import cross_entropy as kernels
+from funcops.library.ops._ids import check_ids
+from funcops.library.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 
 __all__ = ["VocabCrossEntropyConfig", "VocabCrossEntropyResiduals"]
 __all__ += ["vocab_cross_entropy", "vocab_cross_entropy_bwd", "vocab_cross_entropy_dgrad"]

@@ -31,20 +31,26 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._vocab import own_rows_of
 from funcops.distributed.specs import Spec
-from funcops.errors import FLOATS, describe, fail, require
-from funcops.kernels import embedding as kernels
-from funcops.ops._ids import check_ids
-from funcops.ops.embedding import EmbeddingConfig, EmbeddingParams, check_embedding_into, embedding_gradients, embedding_init
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.engine.contract.schema import WGRAD, Pending, Residuals, saved, static
+from funcops.engine.errors import FLOATS, describe, fail, require
+from funcops.library.kernels import embedding as kernels
+from funcops.library.ops._ids import check_ids
+from funcops.library.ops.embedding import (
+    EmbeddingConfig,
+    EmbeddingParams,
+    check_embedding_into,
+    embedding_gradients,
+    embedding_init,
+)
 
 __all__ = ["VocabEmbeddingConfig", "VocabEmbeddingPending", "VocabEmbeddingResiduals"]
 __all__ += ["vocab_embedding", "vocab_embedding_bwd", "vocab_embedding_dgrad"]

@@ -33,11 +33,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from funcops.compose.joints import register_joint
-from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, WGRAD, Inputs, Residuals, saved
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
@@ -46,10 +41,15 @@ from funcops.distributed.ops._vocab import losses_of_rows, parts_of_rows
 from funcops.distributed.ops.column_linear import ColumnLinearConfig, column_linear
 from funcops.distributed.ops.vocab_cross_entropy import VocabCrossEntropyConfig, vocab_cross_entropy
 from funcops.distributed.specs import Spec
-from funcops.fused.linear_cross_entropy import for_linear_params, made_by
-from funcops.ops._ids import check_ids
-from funcops.ops._loss import check_options, check_pair, reduce_losses
-from funcops.ops.linear_cross_entropy import (
+from funcops.engine.compose.joints import register_joint
+from funcops.engine.contract.configs import OpConfig
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.engine.contract.schema import DGRAD, WGRAD, Inputs, Residuals, saved
+from funcops.library.fused.linear_cross_entropy import for_linear_params, made_by
+from funcops.library.ops._ids import check_ids
+from funcops.library.ops._loss import check_options, check_pair, reduce_losses
+from funcops.library.ops.linear_cross_entropy import (
     LinearCrossEntropyConfig,
     LinearCrossEntropyGradients,
     LinearCrossEntropyParams,
@@ -70,7 +70,7 @@ from funcops.ops.linear_cross_entropy import (
     wgrad_by,
     with_gradients,
 )
-from funcops.ops.softcap import softcap
+from funcops.library.ops.softcap import softcap
 
 __all__ = ["VocabLinearCrossEntropyConfig", "VocabLinearCrossEntropyPending", "VocabLinearCrossEntropyResiduals"]
 __all__ += ["vocab_linear_cross_entropy", "vocab_linear_cross_entropy_bwd", "vocab_linear_cross_entropy_dgrad"]

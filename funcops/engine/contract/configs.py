@@ -1,0 +1,378 @@
+"""Configs: frozen data, all that is static about an op, with checked fields and a cached hash; and hooks that generic code calls.
+
+`OpConfig` is the base of every op's config, `Composite` the base of every combinator's. Each hook has a default, for an op that
+does not override it. `docs/your-own-rewrite.md` shows how a walk or a rewrite of a model's config uses them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from typing_extensions import Self, dataclass_transform
+
+from funcops.engine.backend.source import exact
+from funcops.engine.contract.shown import html, shown
+from funcops.engine.contract.trace_safe_cache import number_while_tracing, reading
+from funcops.engine.errors import describe, fail, require_type
+from funcops.engine.trees import constant_paths, paths, stands_for_one
+
+T = TypeVar("T")
+NoneType = type(None)
+LARGEST = torch.finfo(torch.float32).max
+Replace = Callable[[Any, Any, Any], tuple[Any, Any]]  # (name, op, cfg) of a part -> its new op and cfg
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+def config(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen, keyword-only dataclass whose hash is computed once. All that is static about an op. A field
+    annotated int, float, bool or str (or one of them, or None) raises `TypeError` for anything else, `ValueError` for NaN, and
+    for a finite float beyond the range of float32, in which kernels compute."""
+    checked = _check_types(cls)
+    _check_hooks(cls)
+    own_repr = "__repr__" in vars(cls)
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
+    if not own_repr:
+        made.__repr__, made._repr_html_ = shown, html
+    made.__init__, compute = _with_suggestion(made.__init__), made.__hash__
+
+    def __hash__(self: Any) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            try:
+                object.__setattr__(self, "_hash", compute(self))
+            except TypeError:
+                _name_unhashable(self)
+                raise
+            return self._hash
+
+    made.__hash__ = __hash__
+    made.number_while_tracing = number_while_tracing
+    # A copy is the config itself; unpickling makes a new one, as hashes and values computed from fields hold in one process only.
+    made.__copy__ = lambda self: self
+    made.__deepcopy__ = lambda self, memo: self
+    names = [f.name for f in dataclasses.fields(made) if f.init]
+    checked += names
+    made.__reduce__ = lambda self: (_unpickled, (type(self), {name: getattr(self, name) for name in names}))
+    return made
+
+
+def _name_unhashable(cfg: Any) -> None:
+    """Raise `TypeError` for the first field of a config that has no hash, by name; for a config inside, by that one's."""
+    for name, value in fields_of(cfg).items():
+        try:
+            hash(value)
+        except TypeError as error:
+            if "must be hashable" in str(error):
+                raise
+            wanted = "hashable (a tuple in place of a list, a tuple of pairs in place of a dict)"
+            fail(type(cfg).__name__, name, wanted, repr(value), TypeError)
+
+
+def _with_suggestion(init: Any) -> Any:
+    """A constructor whose error for an unknown field names the known ones."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        try:
+            return init(self, *args, **given)  # type: ignore[no-any-return]
+        except TypeError:
+            known = [f.name for f in dataclasses.fields(self) if f.init]
+            unknown = next((name for name in given if name not in known), None)
+            if unknown is None:
+                raise
+        near = "".join(f" (did you mean {name}?)" for name in difflib.get_close_matches(unknown, known, 1))
+        fail(type(self).__name__, "arguments", f"of its fields, {', '.join(known) or 'none'}{near}", unknown, TypeError)
+
+    return __init__
+
+
+def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:
+    return cls(**fields)
+
+
+def _check_hooks(cls: Any) -> None:
+    """Raise if a field has the name of a hook and no default: dataclasses would take the hook for its default."""
+    for name, annotation in cls.__dict__.get("__annotations__", {}).items():
+        if name not in cls.__dict__ and "ClassVar" not in str(annotation):
+            for base in (OpConfig, Composite):
+                if name in vars(base) and (base is OpConfig or issubclass(cls, base)):
+                    wanted = f"of another name, or have a default ({base.__name__} has a hook of that name)"
+                    fail(cls.__name__, f"field {name}", wanted, "none", TypeError)
+
+
+_PLAIN = (str, int, float, bool, NoneType)
+_TYPES = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "None": (NoneType,)}
+
+
+def _check_types(cls: Any) -> list[str]:
+    """Put a check of plain fields before the class's own checks. Returns a list to be filled with the names of fields: in their
+    values, a name of a str subclass becomes a plain string from then on."""
+    fields: list[str] = []
+    wanted: dict[str, tuple[type, ...]] = {}
+    for name, annotation in cls.__dict__.get("__annotations__", {}).items():
+        words = (annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))).split(" | ")
+        if all([word in _TYPES for word in words]):
+            wanted[name] = tuple([t for word in words for t in _TYPES[word]])
+    given = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Any) -> None:
+        for name in fields:
+            value = getattr(self, name)
+            if type(value) not in _PLAIN:
+                object.__setattr__(self, name, exact(value))
+        for name, types in wanted.items():
+            value = getattr(self, name)
+            require_type(type(self).__name__, name, value, *types)
+            if value != value:
+                fail(type(self).__name__, name, "a number", value)
+            if float in types and value is not None and LARGEST < abs(value) < math.inf:
+                fail(type(self).__name__, name, f"at most {LARGEST:.3g} in magnitude, the largest float32", value)
+        if given is not None:
+            given(self)
+
+    cls.__post_init__ = __post_init__
+    return fields
+
+
+class Width(NamedTuple):
+    """The size of a last dimension, and the path of the step that gives it."""
+
+    size: int
+    of: str
+
+
+class OpConfig:
+    """The base of an op's config, which is a subclass with the decorator `config`. Generic code calls these hooks on any config;
+    override each hook about which the op knows more.
+
+    >>> from funcops import LinearConfig
+    >>> from funcops.engine.contract.op import OpConfig
+    >>> cfg = LinearConfig(8, 16)
+    >>> isinstance(cfg, OpConfig), cfg.widths(None), cfg.outputs
+    (True, (8, 16), ())
+    """
+
+    def __dir__(self) -> list[str]:
+        """The fields, for completion; a rewrite finds the hooks on the class."""
+        own = {name for name in object.__dir__(self) if name.startswith("__")}
+        return sorted(own | {field.name for field in dataclasses.fields(self)}) if dataclasses.is_dataclass(self) else sorted(own)
+
+    extras: tuple[str, ...] = ()
+    """Names of the inputs beside main, if x is `WithExtras(main, {name: ...})`."""
+    outputs: tuple[str, ...] = ()
+    """Names of the outputs beside main, if y is `WithExtras(main, {name: ...})`."""
+    keys: tuple[str, ...] = ()
+    """The extras that are random keys."""
+    takes_also: tuple[str, ...] = ()
+    """Names of values that the op takes behind those that its step took before a rewrite put this config there. A chain around it
+    declares them as extras."""
+    fuse: bool = True
+    """Whether rules of fusion may join the op's calls with others."""
+    gives_by_position: bool = True
+    """Whether a `Step` may name further parts of y by their position: y is then `(main, *gives)`."""
+    featurewise: ClassVar[bool] = False
+    """Whether each feature of y is computed from the same feature of x alone, so that features may be sharded."""
+    shards_features: bool | None = None
+    """Whether each rank of the config's axis has different features in y; None if y's features are sharded as x's are."""
+    sequence_parallel: bool | None = None
+    """Whether the rows of x or y are sharded over the config's axis; None if the op has no such choice."""
+    derives: ClassVar[bool] = False
+    """Whether the op derives a table from an extra, which other steps derive, too (`once`)."""
+    attends: ClassVar[bool] = False
+    """Whether y at a position depends on the keys and values of other positions: attention."""
+    mixes_positions: ClassVar[bool] = False
+    """Whether y at a position depends on x at other positions, so that positions cannot be sharded over ranks."""
+    draws_mask: ClassVar[bool] = False
+    """Whether the op draws a mask with the shape of x, of which a rank draws the part for its own part of x."""
+    has_place: ClassVar[bool] = False
+    """Whether the op, without a mask, depends on where in the whole a rank's part of x is, which a field `shared` says."""
+    linear_parts: tuple[str, ...] = ()
+    """The names of the linear layers inside an op, if it has several; each has its params under that name."""
+    linear_weights: tuple[str, ...] = ()
+    """The paths, in the op's params, of the weights of linear layers."""
+    largest: Any = None
+    """The function that makes a whole weight's amaxes of the amaxes of its parts on the ranks; None if ranks have whole weights."""
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        """The width (size of the last dimension) that x must have, None if any; and the width of y if x has `width`, None if not
+        known."""
+        return None, None
+
+    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
+        """The width of y of the step at `path`, if its x has `width`; None if not known. Raises `ValueError` for a `width` that
+        does not fit."""
+        wanted, given = self.widths(None if width is None else width.size)
+        if width is not None and wanted is not None and wanted != width.size:
+            fail(where, f"x of step {path!r}", f"[..., {wanted}]", f"[..., {width.size}] of step {width.of!r}")
+        if given is None:
+            return None
+        return width if width is not None and wanted is None and given == width.size else Width(given, path)
+
+    def wanted(self) -> int | None:
+        """The width that x must have; None if any, or not known."""
+        return self.widths(None)[0]
+
+    group_dims: tuple[int, ...] = ()
+    """The leading dimension that each param has for the groups of a grouped layer."""
+
+    @property
+    def low_recipe(self) -> Any:
+        """The recipe of an op in low precision; None for any other op."""
+        return None
+
+    @property
+    def takes_codes(self) -> Any:
+        """The format by rows in which a `QTensor` may stand for a dense x, with the same bits of all results; None if none may."""
+        return None
+
+    @property
+    def specs(self) -> dict[str, Any]:
+        """A `funcops.dist.Spec` for each sharded param, or the name of its axis and its dim, by its path in the op's params."""
+        return {}
+
+    def packed_parts(self, width: int) -> tuple[int, ...] | None:
+        """The sizes of the parts in the last dimension of an x of `width`, such as gate and value; () if it is one
+        part; None if the op mixes features."""
+        return None
+
+    def sharded(self, dim: int, n: int) -> tuple[Any, int] | None:
+        """If dim -`dim` of x is sharded over n ranks: the config of a rank, and the d for which dim -d of y is then sharded. None
+        if config and dim stay the same. Raises `ValueError` if sizes do not divide, or the op cannot be sharded so."""
+        return None
+
+
+def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:
+    """`OpConfig.widths` of an op whose y has the last dimension of x, whatever its size."""
+    return None, width
+
+
+class Composite(OpConfig):
+    """The base of a combinator's config: an op that is made of parts, each an op with a config and a name."""
+
+    gives_by_position = False
+    members: tuple[Any, ...] = ()
+    """The `Step`s of a combinator whose parts have names."""
+    ties: Any = ()
+    """Pairs of a tied path and its source's path."""
+    names: dict[str, None] = {}
+    """The names of the steps, if params are a dict by name."""
+    part: ClassVar[str] = "step"
+    """What an error calls a part."""
+    lowered_by: ClassVar[Any] = None
+    """The op whose `lower` writes the parts as one program; None if the parts run as programs of their own."""
+    fsdp: Any = None
+    """The axis over which all params of the parts are sharded."""
+    like: Any = None
+    """The params of the parts by shape alone, before that axis shards them."""
+    times: int | None = None
+    """The number of layers, if the part runs several times, one layer after another, each with params of its own; else None."""
+    stacked: bool = False
+    """Whether the params of these layers are one tree, whose leaves have a leading layer dimension."""
+    side_by_side: int | None = None
+    """The number of parts of x's rows that go through the body in turns, each while another waits for communication; else None."""
+    branching: ClassVar[bool] = False
+    """Whether every part reads the config's x, and y is the tuple of their y; else each reads the y of the part before it."""
+    maps_to_itself: ClassVar[bool] = False
+    """Whether y has the shape of x, and is sharded as x is."""
+    as_chain: Any = None
+    """The config of the chain that runs the parts; None if no chain does."""
+    joined: tuple[str, ...] = ()
+    """The parts that run as one with the parts before them, as in `ChainConfig`."""
+
+    def needs_of_chain(self, needs: Any) -> Any:
+        """The `Needs` of `as_chain`, made from the needs of the config's own op."""
+        return needs
+
+    def as_run(self) -> Self:
+        """The config of the parts as they run."""
+        return self
+
+    def with_parts(self, replace: Replace, **changes: Any) -> Self:
+        """The config with `replace(name, op, cfg)` for each part's op and config, and `changes` of other fields. A part whose name
+        is None has its combinator's path."""
+        raise NotImplementedError(f"{type(self).__name__}.with_parts")
+
+    def parts(self) -> list[tuple[Any, Any, Any]]:
+        """Name, op and config of each part, in the order of the forward; the body of a repeat once, as "*"."""
+        if self.members:
+            return [(step.name, step.op, step.cfg) for step in self.members]
+        found: list[tuple[Any, Any, Any]] = []
+
+        def note(name: Any, op: Any, inner: Any) -> tuple[Any, Any]:
+            found.append((name, op, inner))
+            return op, inner
+
+        self.with_parts(note)
+        return found
+
+    @property
+    def first_parts(self) -> tuple[OpConfig, ...]:
+        """The configs of the parts whose x is this config's x."""
+        return ()
+
+    def wanted(self) -> int | None:
+        return next((width for inner in self.first_parts if (width := inner.wanted()) is not None), None)
+
+    def abstract(self) -> Any:
+        """The params on the meta device, made from the parts' params; see `funcops.engine.program.values.abstract_params`."""
+        raise NotImplementedError(f"{type(self).__name__}.abstract")
+
+    def gradient_shapes(self) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+        """The `shapes` of the params. A method, as `program_while_tracing` is: a tracer takes its result as a constant, and would
+        otherwise trace every `init`, and warn of the cache around it."""
+        with reading():
+            return tuple(shapes(self.abstract()).items())
+
+    gradient_shapes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def shapes(params: Any) -> dict[str, tuple[int, ...] | None]:
+    """Shapes by path; None for a param that is absent, or never has a gradient."""
+    constant = constant_paths(params)
+    leaves = paths(params, is_leaf=stands_for_one)
+    return {path: None if t is None or path in constant else tuple(t.shape) for path, t in leaves.items()}
+
+
+def require_config(where: str, cfg: Any, wanted: type | None = None) -> None:
+    """Raise `TypeError` unless `cfg` is the config of an op; with `wanted`, unless it is of that very class."""
+    if wanted is not None:
+        if type(cfg) is not wanted:
+            fail(where, "cfg", wanted.__name__, describe(cfg) + own_function(where, cfg), TypeError)
+    elif not isinstance(cfg, OpConfig):
+        fail(where, "cfg", "the config of an op (of a DecoderConfig: decoder(cfg))", describe(cfg), TypeError)
+
+
+def own_function(where: str, cfg: Any) -> str:
+    """The remedy for the config of another op: the same function of that op, if its name says which."""
+    half, own = where.rpartition("_")[2], type(cfg).__name__.removesuffix("Config")
+    if half not in ("init", "fwd", "bwd", "dgrad", "wgrad", "recompute"):
+        return ""
+    module = sys.modules.get(type(cfg).__module__)
+    for name, value in vars(module).items() if isinstance(cfg, OpConfig) and module is not None else ():
+        if getattr(value, "config", None) is type(cfg) and name.replace("_", "").lower() == own.lower():
+            return f": call {name}_{half}"
+    return ""
+
+
+def fields_of(cfg: Any) -> dict[str, Any]:
+    """The values of a config's fields by name, as its class takes them."""
+    return {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+
+
+def found_once(cfg: Any, name: str, find: Callable[[], T]) -> T:
+    """The result of `find()`. Unless it is empty, it is kept on the config, by `name`, so that a tracer reads it instead of tracing
+    `find`."""
+    found = getattr(cfg, f"found_{name}", None)
+    if found is None:
+        found = find()
+        if found and not torch.compiler.is_dynamo_compiling():
+            object.__setattr__(cfg, f"found_{name}", found)
+    return found

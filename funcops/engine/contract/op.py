@@ -1,0 +1,317 @@
+"""The contract: what an operator is, and how its few equations become one.
+
+An author writes `fwd`, `dgrad` and `wgrad` as plain functions under decorators (`engine.contract.functions`), and a declaration
+per kept field (`funcops.engine.contract.schema`). `make_op` derives the rest. The laws that every operator, combinator and fused op
+obeys, checked by `funcops.testing.check_op`:
+
+1. Split: `bwd` is `dgrad` then `wgrad`, bit for bit, into accumulators too.
+2. Pure: no argument is written to, `into` and donated trees aside; the same call gives the same bits.
+3. Mirror: dparams has the structure of params, dx the structure of x; None where no gradient was needed or none exists.
+4. Frugal: residuals hold exactly what the backward reads under `needs`, inputs as the very same objects; pending what wgrad reads.
+5. Right: gradients match autograd and finite differences in float64.
+6. Two implementations, one meaning.
+7. Traceable: no graph break, no host sync, no data-dependent control flow.
+8. Edges: zero-size, non-contiguous, odd-sized inputs, and an x without leading dimensions.
+9. Loud: a bad argument raises before anything runs, naming op, argument, what came and what was expected.
+10. Guarded: residuals and pending that are mapped, rebuilt, edited, copied, saved or given away give the gradients of their
+    forward, or raise: `StaleResidualError` after a write to what they alias, by name where they lack what a backward reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn
+
+from funcops.engine.backend.source import exact
+from funcops.engine.contract.by_config import ByConfig as ByConfig
+from funcops.engine.contract.by_config import class_by, classes_of
+from funcops.engine.contract.checking import refuse_autocast as refuse_autocast
+from funcops.engine.contract.configs import OpConfig as OpConfig
+from funcops.engine.contract.configs import config as config
+from funcops.engine.contract.configs import same_width as same_width
+from funcops.engine.contract.functions import ALL as ALL
+from funcops.engine.contract.functions import NoneType as NoneType
+from funcops.engine.contract.functions import bwd_of as bwd_of
+from funcops.engine.contract.functions import derived_bwd, dgrad_as_bwd, no_init, no_wgrad
+from funcops.engine.contract.functions import dgrad_of as dgrad_of
+from funcops.engine.contract.functions import forward as forward
+from funcops.engine.contract.functions import init_of as init_of
+from funcops.engine.contract.functions import no_gradients as no_gradients
+from funcops.engine.contract.functions import raw_of as raw_of
+from funcops.engine.contract.functions import recompute_of as recompute_of
+from funcops.engine.contract.functions import wgrad_of as wgrad_of
+from funcops.engine.contract.functions import with_raw as with_raw
+from funcops.engine.contract.help import PageOf, page
+from funcops.engine.contract.schema import Field
+from funcops.engine.contract.signatures import (
+    Bwd,
+    BwdOf,
+    C,
+    C_in,
+    D_in,
+    Dgrad,
+    DgradOf,
+    Forward,
+    Fwd,
+    Init,
+    NoInit,
+    P,
+    P_any,
+    R,
+    R_in,
+    Wgrad,
+    WgradOf,
+    X,
+    Y,
+    Y_out,
+)
+from funcops.engine.errors import describe, fail
+from funcops.engine.trees import FIELDS
+
+
+class Prefetch(NamedTuple):
+    """The work that an op can begin before its turn: a `repeat` begins it one layer ahead. `begin(given, cfg)` of params or
+    residuals returns an object with `ready()`, whose result the op's functions take in place of these. `bwd` and
+    `wgrad(..., cfg, into)` return dparams still in flight, which `settle(dparams, into)` completes. `advance(dparams, into)`, if
+    there is a second communication to start in between, returns what `settle` takes instead."""
+
+    begin: Any
+    bwd: Any
+    wgrad: Any
+    settle: Any
+    advance: Any = None
+
+    @property
+    def late(self) -> tuple[str, ...]:
+        """The kinds of rows that take dparams in flight to the end, in order."""
+        return ("settle",) if self.advance is None else ("advance", "settle")
+
+
+class Op(NamedTuple):
+    """An operator as data: the functions that generic code takes. `takes_key`: whether the last part of x is a random key; a
+    function of the config if it depends on that (`keyed_by(cfg)`). `recomputable`: "norm" or "elementwise" if y costs little more
+    than reading x, so that a chain recomputes it in its backward instead of saving it; else "". `params`, `keeps` and `pending` are
+    the classes of params, residuals and pending. `keeps` is `ByConfig` if the config chooses among several (`residuals_of(cfg)`),
+    `Saved` if each config has a class of its own, and None if the tree is built from the parts', or is any pytree.
+    `recompute(residuals, cfg)`, of a recomputable op: recomputes the bits of y from the fields saved with `needed_by=RECOMPUTE`.
+    `lower`, of a combinator: writes its parts as calls (`funcops.engine.program.lower`). `view`: whether y is x or a view of it.
+    `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet run, which
+    `batch_wgrads` joins with others by `join(products, how)` of their class; anything else is added at once. `prefetch`: what it
+    can begin before its turn. `layer`: of a linear layer, how rules of fusion run it (`library.ops.linear_layer`). `pausing`: its
+    functions as generators that yield while communication is in flight (`engine.contract.pausing`), for `interleave`. `draws`, of
+    an op whose forward may draw from torch's generator: `draws(cfg)` says by which operator it was seen to, or "".
+
+    Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
+    params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
+    for an `into` that is not like the gradients; `DonatedError` and `StaleResidualError` for residuals that were given away or
+    changed.
+
+    >>> from funcops import Op, scale
+    >>> isinstance(scale, Op), scale.config.__name__, scale.fwd.__name__, scale.recomputable
+    (True, 'ScaleConfig', 'scale_fwd', '')
+    """
+
+    name: str
+    config: type
+    init: Init
+    fwd: Fwd
+    bwd: Bwd
+    dgrad: Dgrad
+    wgrad: Wgrad
+    takes_key: bool | Callable[[Any], bool] = False
+    recomputable: str = ""
+    params: Any = NoneType
+    keeps: Any = None
+    pending: Any = None
+    recompute: Any = None
+    lower: Any = None
+    view: bool = False
+    products: Any = None
+    prefetch: Any = None
+    layer: Any = None
+    pausing: Any = None
+    draws: Any = None
+
+    def __call__(self, *args: Any, **options: Any) -> NoReturn:
+        wanted = f"called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals)"
+        raise TypeError(f"{self.name}: must be {wanted}, got a call of the op")
+
+    def residuals_of(self, cfg: Any) -> Any:
+        """The class of its residuals under a config; see `keeps`. Raises `TypeError` for a config of another op."""
+        return class_by(self.name, self.keeps, cfg)
+
+    def fields(self, cfg: Any) -> dict[str, Field]:
+        """The declared fields of its residuals under a config, by name; none if the op declares no class of them."""
+        return getattr(self.residuals_of(cfg), "fields", {})
+
+    def keyed_by(self, cfg: Any) -> bool:
+        """Whether the last part of x is a random key under a config."""
+        return self.takes_key(cfg) if callable(self.takes_key) else self.takes_key
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __copy__(self) -> Op:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Op:
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickle by reference: a name in the module of its functions or config, or what made it from others (`made_by`)."""
+        for module in dict.fromkeys([str(getattr(of, "__module__", "")) for of in (self.fwd, self.config, self.init)]):
+            for name, value in list(vars(sys.modules.get(module, Op)).items()):
+                if value is self:
+                    return _op_at, (module, name)
+        make, args = getattr(self.fwd, "made_by", (None, ()))
+        if make is None or make(*args) != self:
+            wanted = "a name of the module of its fwd, or made by remat or with_policy"
+            fail("pickle", f"op {self.name!r}", wanted, "another op", pickle.PicklingError)
+        return make, args
+
+
+Op.__doc__ = PageOf(inspect.getdoc(Op) or "", page)  # type: ignore[assignment]  # `help(linear)` shows linear's page
+
+
+def _op_at(module: str, name: str) -> Any:
+    """An op that is a name of a module."""
+    return getattr(importlib.import_module(module), name)
+
+
+if TYPE_CHECKING:
+
+    class TypedOp(Op, Generic[P, X, C, Y, R]):
+        """An op for an editor, which marks swapped arguments of `linear.fwd`, as of `linear_fwd`."""
+
+        @property
+        def fwd(self) -> Forward[P, X, C, Y, R]: ...  # type: ignore[override]
+
+
+def make_op(
+    name: str,
+    config: type,
+    *,
+    init: Any = None,
+    fwd: Forward[P, X, C, Y, R],
+    dgrad: Any,
+    wgrad: Any = None,
+    bwd: Any = None,
+    keyed: bool | Callable[[Any], bool] = False,
+    recomputable: str = "",
+    recompute: Any = None,
+    lower: Any = None,
+    view: bool = False,
+    products: Any = None,
+    prefetch: Any = None,
+    layer: Any = None,
+    pausing: Any = None,
+) -> TypedOp[P, X, C, Y, R]:
+    """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
+    functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `recompute_of` and `bwd_of`, which name the classes of its
+    trees; a plain `recompute` gets the checks of its decorator here, and without `bwd` so does a plain `fwd`. A given `bwd` must
+    equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `keyed`: whether the last part of x
+    is a random key, or a function of the config that says so. `recomputable`: `"elementwise"` or `"norm"` if y costs little more
+    than reading x, together with `recompute(residuals, cfg)`, which recomputes it; `""` for any other op. The other arguments are
+    fields of `Op`.
+
+    Raises `ValueError` for another `recomputable`, for one of these two without the other, for a `wgrad` without `init`, and for a
+    path in a declaration that leads to no leaf; `TypeError` for a function without the decorator that it needs."""
+    if not isinstance(config, type) or not issubclass(config, OpConfig):
+        got = config.__name__ if isinstance(config, type) else describe(config)
+        fail(f"make_op {name!r}", "config", "a subclass of OpConfig, whose methods are the defaults", got, TypeError)
+    if recomputable not in ("", "elementwise", "norm"):
+        fail(f"make_op {name!r}", "recomputable", '"elementwise", "norm" or ""', repr(recomputable))
+    if bool(recomputable) != (recompute is not None):
+        fail(f"make_op {name!r}", "recomputable", "given together with recompute(residuals, cfg)", repr(recomputable))
+    if wgrad is not None and init is None:
+        fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
+    _check_decorated(name, fwd, dgrad, wgrad, bwd, recompute)
+    name, written = exact(name), bwd
+    init = init or no_init(name, config)
+    if wgrad is None:
+        dgrad.alone = True  # it computes only dx: if that is not needed, nothing
+        wgrad, bwd = no_wgrad(name, config), bwd or dgrad_as_bwd(name, dgrad)
+    pending, params = getattr(wgrad, "opens", (None, None))
+    bwd = bwd or derived_bwd(name, dgrad, wgrad)
+    products = _products(wgrad, products)
+    trees = params, getattr(dgrad, "opens", None), pending
+    _check_paths(name, *trees)
+    if written is None and raw_of(fwd) is None:
+        fwd = forward(config, params, f"{name}_fwd")(fwd)  # type: ignore[arg-type]
+    if recompute is not None and raw_of(recompute) is None:  # unchecked, it would read what was written to since the forward
+        recompute = recompute_of(trees[1], f"{name}_recompute")(recompute)
+    how = recompute, lower, view, products, prefetch, layer, pausing
+    made: Any = Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how)  # type: ignore[arg-type]
+    return made  # type: ignore[no-any-return]
+
+
+def _check_decorated(name: str, fwd: Any, dgrad: Any, wgrad: Any, bwd: Any, recompute: Any) -> None:
+    """Raise `TypeError` for a function without the decorator that a derived one needs, and for params without a wgrad."""
+    where, instead = f"make_op {name!r}", ", or given together with bwd"
+    for given, decorator in () if bwd is not None else ((dgrad, "dgrad_of(Residuals)"), (wgrad, "wgrad_of(Pending, Params)")):
+        if given is not None and not hasattr(given, "opens"):
+            fail(where, decorator.partition("_")[0], f"decorated with @{decorator}{instead}", "a plain function", TypeError)
+    if recompute is not None and raw_of(recompute) is None and not hasattr(dgrad, "opens"):
+        fail(where, "recompute", "decorated with @recompute_of(Residuals)", "a plain function", TypeError)
+    takes = getattr(fwd, "takes", None)
+    if wgrad is None and isinstance(takes, type) and takes is not NoneType:
+        fail(where, "wgrad", f"given, as fwd takes params ({takes.__name__})", "None", TypeError)
+
+
+def _check_paths(name: str, params: Any, keeps: Any, pending: Any) -> None:
+    """Raise `ValueError` for a declared field with a path that leads to no leaf of the params, or to no field of the residuals."""
+    nodes = [node for node in ((classes_of(keeps)[0], *classes_of(keeps)[1]) if keeps else ()) if hasattr(node, "fields")]
+    leaves = {"params": FIELDS[params][0]} if params in FIELDS else {}
+    leaves |= {"residuals": tuple(dict.fromkeys(each for node in nodes for each in node.fields))} if nodes else {}
+    said = {"params": f"a leaf of {getattr(params, '__name__', '')}", "residuals": "a field of the residuals"}
+    for node in (*nodes, *([pending] if hasattr(pending, "fields") else ())):
+        for field, declared in node.fields.items():
+            for argument, path in (("alias", declared.alias or ""), *(("of", each) for each in declared.of)):
+                side, _, rest = path.partition(".")
+                if rest and side in leaves and rest.partition(".")[0] not in leaves[side]:
+                    where, known = f"make_op {name!r}, {node.__name__}.{field}", " or ".join(leaves[side])
+                    fail(where, argument, f"{said[side]}, {known}", repr(path))
+
+
+def _products(wgrad: Any, written: Any) -> Any:
+    """The `products` of an op: as `written`, after the checks of its wgrad, which a combinator leaves to its parts."""
+    if written is not None and not hasattr(wgrad, "opens"):
+        return written
+    checked = wgrad
+    if written is not None:
+        node_class, params_class = wgrad.opens
+        checked = wgrad_of(node_class, params_class, name=wgrad.__name__)(written)
+
+    def products(pending: Any, cfg: Any, *, into: Any) -> list[Any]:
+        found = checked(pending, cfg, into=into)
+        return [] if written is None or pending is None else found  # type: ignore[no-any-return]
+
+    return products
+
+
+def no_params(
+    op: Op, dgrad: DgradOf[R_in, D_in, C_in, tuple[Y_out, None]]
+) -> tuple[NoInit[C_in], BwdOf[R_in, D_in, C_in, None, Y_out], WgradOf[None, C_in, None]]:
+    """The `init`, `bwd` and `wgrad` that `make_op` derives for an op without params, with the types of its dgrad."""
+    return op.init, op.bwd, op.wgrad
+
+
+def both_halves(
+    op: Op, dgrad: DgradOf[R_in, D_in, C_in, tuple[Y_out, Any]], wgrad: WgradOf[Any, C_in, P_any]
+) -> BwdOf[R_in, D_in, C_in, P_any, Y_out]:
+    """The `bwd` that `make_op` derives, with the types of its halves."""
+    return op.bwd
+
+
+def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any, **changes: Any) -> Op:
+    """An op made from another, with functions of its own: one call of a program, whose y is recomputed only if told how. `made_by`:
+    the function and arguments that make it, by which it is pickled."""
+    fwd.made_by = made_by
+    if "wgrad" in changes:
+        changes.setdefault("products", _products(changes["wgrad"], None))
+    dropped = dict.fromkeys(("recompute", "lower", "prefetch", "layer", "pausing"))
+    return op._replace(**{"fwd": fwd, **dropped, **changes})

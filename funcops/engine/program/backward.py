@@ -1,0 +1,149 @@
+"""The backward of a program, whole or its first half, as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from funcops.engine.contract.op import NoneType
+from funcops.engine.program.calls import Calls
+from funcops.engine.program.lower import Alias, Call, Scope, begun_before
+from funcops.engine.program.rows import Group, Row, part_names
+from funcops.engine.program.rules import Piece
+
+
+class Backward(Calls):
+    """`backward(K, dy, I) -> (dparams, dx)`, or its first half, `dgrad(K, dy) -> (dx, pending)`."""
+
+    def write(self) -> tuple[Row, ...]:
+        low, done = self.lowered, set[int]()
+        ahead = begun_before([row for row in low.backward if type(row) is Call], self.begins)
+        self.enter()
+        for row in low.backward:
+            for call in ahead.get(row.index, ()) if type(row) is Call else ():
+                self.begin(call)
+            if type(row) is Alias:
+                if row.value in self.have:
+                    self.give(row.of, f"g{row.value}")
+            elif row.index not in done and row.index not in self.cover.waiting:
+                piece = self.cover.backward.get(row.index)
+                if piece is None:
+                    self.call(row)
+                else:
+                    self._piece(piece)
+                    done.update(call.index for call in piece.calls)
+                self.settle(row)
+        self.settle()
+        main, extras = self.gradient(low.main), [self.gradient(v) for v in low.extras.values()]
+        trees = part_names("q", low.root, True) if self.whole else [*part_names("p", low.root), *_recipes(low.root)]
+        self.row(f"return {self.which}", low.root, (main, *extras, *trees), (), main, extras, tuple(low.extras))
+        return self.finished
+
+    def _piece(self, piece: Piece) -> None:
+        """Calls whose dgrads run by a rule, or one by one if it declines their inputs."""
+        calls, i = piece.calls, piece.calls[0].index
+        every = piece.rule.settle is not None
+        early = [call.recomputed_by for call in calls if call.recomputed_by and (every or call.recomputed_in_dgrad)]
+        early = list(dict.fromkeys(early))
+        filled = {call.index: source for call in calls if (source := self._filled_from(call, piece)) is not None}
+        late = self.given.get(calls[-1].index, []) if piece.rule.recompute else []
+        sources = _recomputing(filled.values())
+        for call in (*calls, *sources):
+            self.open(call.place)
+        held = [*sources, *calls[-1:] * bool(late)] if self.whole else [call for call in calls if call.source]
+        self.at("")
+        inside = {v for call in calls for v in call.gives}
+        apart = {v: self.outer.pop(v) for call in calls for v in call.takes if v in self.outer and v not in inside}
+        for v in apart:  # added after the piece: before, there is nothing to compare it with
+            self.row("copy", None, (f"g{v}",), (f"part{v}",))
+            self.have.remove(v)
+        for source in dict.fromkeys(held):
+            self.row("held", source, (), (f"h{source.index}",))
+        values = sorted({v for call in calls for v in (*call.gives, *call.takes) if v in self.have})
+        self.row("values", piece, [f"g{v}" for v in values], (f"G{i}",), values)
+        dys = [self.gradient(call.out) for call in piece.ends]
+        dy = (dys[0], dys[1:]) if piece.siblings else (dys[-1], [])
+        scopes = {c.place.scope.index for c in calls if c.place and c.place.scope and c.place.scope.needs}
+        where = next(self.where(call.place.scope) for call in calls if call.place and call.place.scope)
+        reads = (*dys, f"G{i}", *(f"a{source.index}" for source in early))
+        self.row("backward piece", piece, reads, (f"out{i}",), *dy, (), sorted(scopes), where, bool(early))
+        self._either_way(piece, late, held, filled)
+        for v, name in apart.items():
+            self.meet(f"part{v}", self.gradient(v), name)
+            self.give(v, f"part{v}")
+        if late:
+            for call in late:
+                self.fill(call, calls[-1])
+            self.joint_wgrads(late)
+
+    def _either_way(self, piece: Piece, late: list[Call], held: list[Call], filled: dict[int, Call]) -> None:
+        """Both blocks: the calls one by one, or what the rule gave. Both know the same gradients at their ends."""
+        calls = piece.calls
+        again = [source for source in _recomputing(filled.values()) if any(reader not in calls for reader in source.readers)]
+        given = [f"a{call.index}" for call in (*calls[-1:] * bool(late), *again)]
+        in_order = [row for row in self.lowered.backward if type(row) is Call and row in calls]
+        before = set(self.have)
+        one_by_one = self.block(self._one_after_another, in_order, late)
+        after, self.have = self.have, before
+        ready = [call for call in in_order if call.place and call.index not in self.late]
+        together = self.block(self._after, piece, ready, filled, held, late, after)
+        self.have = after
+        names = tuple(f"h{source.index}" for source in held)
+        self.row("choice", None, (f"out{calls[0].index}",), given, names, path=None, then=one_by_one, otherwise=together)
+
+    def _one_after_another(self, calls: list[Call], late: list[Call]) -> None:
+        for reader in late[:1]:
+            self.row("recomputed", None, (f"a{reader.recomputed_by.index}",))  # type: ignore[union-attr]
+        for call in calls:
+            self.call(call)
+
+    def _filled_from(self, call: Call, piece: Piece) -> Call | None:
+        """The call whose recomputed y is put into the pending that the piece gave this one, or None."""
+        given = call.index in self.late or (piece.rule.whole and call.recomputed_by in piece.calls)
+        return call.recomputed_by if self.whole and not given and call.op.params is not NoneType else None
+
+    def _after(
+        self, piece: Piece, ready: list[Call], filled: dict[int, Call], held: list[Call], late: list[Call], after: set[int]
+    ) -> None:
+        """Pass on the result of the rule, `(dmain, pending of each)`."""
+        calls, i = piece.calls, piece.calls[0].index
+        if late:
+            self.row("given", None, (f"G{i}",), (f"a{calls[-1].index}",), calls[-1].out)
+        pendings = Group(f"p{call.index}" if call.place else "_" for call in calls)
+        self.row("results", None, (f"out{i}",), (f"d{i}", *pendings), f"d{i}", pendings)
+        for call in reversed(calls):  # what another is recomputed from asks whether that one has a recipe
+            self.recipe(call, call in held)
+        gives = {v for call in calls for v in call.gives}
+        for v in sorted({v for call in calls for v in call.takes} - self.keys - gives):
+            self.row("gradient", None, (f"G{i}",), (f"g{v}",), v)
+            self.have.add(v)
+        in_flight = piece.rule.settle is not None
+        if not in_flight:  # siblings read one x, each perhaps by another name, whose sum comes after them all
+            self.give(calls[0].main, f"d{i}")
+        if self.whole:
+            for call in ready:
+                if call.index in filled:
+                    self.fill(call, filled[call.index])
+            self.joint_wgrads(ready)
+        if in_flight:
+            self.row("settle", piece, (f"d{i}",), (f"d{i}",))
+            self.give(calls[0].main, f"d{i}")
+        for v in sorted(after - self.have - gives - {call.out for call in calls}):
+            self.row("none", None, (), (f"g{v}",))
+
+
+def _recomputing(sources: Iterable[Call]) -> list[Call]:
+    """These calls, and those that recompute what they read, each once."""
+    found = dict.fromkeys(sources)
+    for call in sources:
+        while call.recomputed_by is not None:
+            call = call.recomputed_by
+            found[call] = None
+    return list(found)
+
+
+def _recipes(part: Any) -> list[str]:
+    """The locals of the recipes that the pending of a part holds."""
+    if not isinstance(part, Scope) or not part.needs:
+        return [f"r{part.index}"] * part.source if isinstance(part, Call) else []
+    return [name for one in part.parts.values() for name in _recipes(one)]

@@ -1,0 +1,182 @@
+"""The weight gradients of a program's calls, as rows: in a whole backward, or as its second half."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from funcops.engine.contract.op import NoneType, raw_of
+from funcops.engine.contract.schema import Saved
+from funcops.engine.program.lower import Call, Lowered, Place, Scope
+from funcops.engine.program.rows import Group, Row, Rows, part_names, recomputed, released
+from funcops.engine.program.rules import Cover, Piece, Rule, Saving
+
+
+class Weights(Rows):
+    """Rows that open trees, `K` of residuals or `W` of pendings, and compute weight gradients and recomputed ys from them."""
+
+    def __init__(self, lowered: Lowered, cover: Cover, traced: bool, which: str) -> None:
+        super().__init__(lowered, cover, traced)
+        self.which, self.whole = which, which == "backward"
+        self.bare = set[Call]()  # calls whose pendings are in locals without a cell, though their tree may have been given away
+        self.flying: dict[Call, bool] = {}  # calls whose weight gradients are sums in flight; whether they advanced
+        self.trees = "W" if which in ("wgrad", "products") else "K"
+
+    def where(self, scope: Scope) -> str:
+        """The function that an error about a scope's trees names."""
+        return f"{scope.kind}_{'wgrad' if self.trees == 'W' else 'bwd' if self.whole else 'dgrad'}"
+
+    def open(self, place: Place | None) -> None:
+        """Put the residuals or pending of a scope, and its accumulators, into locals."""
+        scope = None if place is None else place.scope
+        if scope is None or scope.index in self.opened:
+            return
+        self.open(scope.place)
+        self.opened.add(scope.index)
+        outer, what = scope.place.scope, "residuals" if self.trees == "K" else "pending"
+        if self.trees == "W" or scope.needs:
+            if outer is None:
+                self.row(f"open outer {what}", scope)
+            else:
+                self.at(scope.place.path)
+                self.row(f"open {what}", scope, (), (), self.where(scope))
+        if self.which != "dgrad":
+            self.accumulators(scope, self.where(scope))
+
+    def fill(self, call: Call, source: Call) -> None:
+        """Put the recomputed y of `source` into the call's pending."""
+        p = f"p{call.index}"
+        self.row("fill own" if call in self.bare else "fill", call, (p, f"a{source.index}"), (p,), needs=call.needs)
+
+    def recompute(self, name: str, held: bool = False) -> list[Row]:
+        """The rows that recompute a y: from the residuals in their tree, or `held` in a local."""
+        index = int(name[1:])
+        call = next(call for call in self.lowered.calls if call.index == index)
+        given = () if call.recomputed_by is None else (f"a{call.recomputed_by.index}",)
+        if self.trees == "W":
+            return [Row("recompute from a recipe", call, given, (name,), path=call.path)]
+        raw = raw_of(call.op.recompute)
+        fast = raw is not None and self.testable(call.residuals)
+        node = Row("node", call, (f"h{index}",) * held, path=call.path)
+        if not given:
+            return [node, Row("recompute unchecked" if fast else "recompute", call, (), (name,), (raw,), path=call.path)]
+        checked = Row("recompute from x", call, ("h", *given), (name,), (call.fields,), path=call.path)
+        if not fast:
+            return [node, checked]
+        puts = [Row("put", call, ("h", *given), (), (field,)) for field in call.fields]
+        quick = (Row("twin to fill"), *puts, Row("raw recompute", call, (), (name,), (raw,)))
+        return [node, Row("call", call, ("h", *given), (name,), then=quick, otherwise=(checked,), path=call.path)]
+
+    def testable(self, cls: Any) -> bool:
+        """Whether a test can be written that residuals or a pending of this class pass all checks of their op."""
+        return not self.traced and isinstance(cls, type) and issubclass(cls, Saved)
+
+    def wgrads(self, calls: Sequence[Call], rule: Rule | None = None) -> None:
+        """The weight gradients of pendings in locals: together if the rule can, one by one otherwise."""
+        own = [call for call in calls if call.op.params is not NoneType]
+        for call in calls:
+            if call not in own:
+                self.row("none", None, (), (f"q{call.index}",))
+        if not own or rule is None or not rule.joint:
+            self._one_by_one(own)
+            return
+        j, found = f"j{own[0].index}", Group(f"q{call.index}" for call in own)
+        waiting, kind = [f"p{call.index}" for call in own], "products" if self.which == "products" else "wgrads"
+        self.row(f"joint {kind}", Piece(tuple(own), rule, Saving()), waiting, (j,))
+        unpacked = (*self.block(self.row, "unpack", None, (j,), found.names, found), *self.block(self._empty, own))
+        self.row("choice", None, (j,), (), path=None, then=self.block(self._one_by_one, own), otherwise=unpacked)
+
+    def _empty(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            if call in self.bare:
+                self.row("empty", call, (f"p{call.index}",))
+
+    def _one_by_one(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self.at(call.path)
+            if self.which == "products":
+                self.row("products", call, (f"p{call.index}",))
+            elif call.index in self.begins:
+                self.row("begun wgrad", call, (f"p{call.index}",), (f"q{call.index}",))
+                self.flying[call] = False
+            elif call in self.bare:
+                self._bare(call)
+            else:
+                self.row("wgrad", call, (f"p{call.index}",), (f"q{call.index}",))
+
+    def _bare(self, call: Call) -> None:
+        """The weight gradient of a pending without a cell: without its op's checks, if a test says that it would pass them."""
+        p, q = (f"p{call.index}",), (f"q{call.index}",)
+        checked = Row("give", call, p, p, path=call.path), Row("wgrad", call, p, q, path=call.path)
+        raw = raw_of(call.op.wgrad)
+        if raw is None or not self.testable(call.op.pending):
+            self.rows += checked
+            return
+        then = Row("raw wgrad", call, p, q, (raw,), path=call.path), Row("empty", call, p)
+        self.row("waiting", call, p, then=then, otherwise=checked)
+
+    def settle(self, after: Call | None = None) -> None:
+        """Go on with the sums that were in flight beside a call that computes much; at the end complete all."""
+        if after is not None and after.light:
+            return
+        for call, advanced in [(call, advanced) for call, advanced in self.flying.items() if call is not after]:
+            kind = "settle sums" if advanced or call.op.prefetch.advance is None else "advance sums"
+            self.at(call.path)
+            self.row(kind, call, (f"q{call.index}",), (f"q{call.index}",))
+            if kind == "settle sums":
+                del self.flying[call]
+            else:
+                self.flying[call] = True
+        if after is None and self.flying:
+            self.settle()
+
+    def joint_wgrads(self, calls: Sequence[Call]) -> None:
+        """The weight gradients of these: calls of a piece with a joint rule together, the others one by one."""
+        pieces = [piece for piece in self.cover.backward.values() if piece.rule.joint]
+        piece = next((piece for piece in pieces if any(call in piece.calls for call in calls)), None)
+        joint = [] if piece is None else [call for call in calls if call in piece.calls]
+        if piece is not None:
+            self.wgrads(joint, piece.rule)
+        self.wgrads([call for call in calls if call not in joint])
+
+    @property
+    def finished(self) -> tuple[Row, ...]:
+        """The rows after all passes."""
+        return released(recomputed(self.rows, self.recompute))
+
+
+class SecondHalf(Weights):
+    """`wgrad(W, I) -> dparams`; or `products(W, I)`: the products of all calls, in place of the weight gradients that they make."""
+
+    def write(self) -> tuple[Row, ...]:
+        if self.which == "products":
+            self.row("no products")
+        calls = [row for row in self.lowered.backward if type(row) is Call and row.place is not None]
+        together = {call.index: piece for piece in self.cover.backward.values() if piece.rule.joint for call in piece.calls}
+        for at, call in enumerate(calls):
+            self._wait(call)
+            piece = together.get(call.index)
+            if piece is None:
+                self.wgrads([call])
+            elif not any(other in piece.calls for other in calls[at + 1 :]):
+                self.wgrads([other for other in calls if other in piece.calls], piece.rule)
+            self.settle(call)
+        self.settle()
+        root = self.lowered.root
+        self.row(f"return {self.which}", root, part_names("q", root, True))
+        return self.finished
+
+    def _wait(self, call: Call) -> None:
+        """Put the call's pending into a local, with the recomputed y of its source."""
+        assert call.place is not None
+        if call.op.params is NoneType:
+            return
+        self.open(call.place)
+        self.at(call.path)
+        kind = "whole tree" if call.place.scope is None else "pending"
+        if kind == "pending" and self.which == "wgrad" and call.index not in self.begins:
+            kind = "own pending"  # no other function gets it, so nothing but its own row can take it twice
+            self.bare.add(call)
+        self.row(kind, call, (), (f"p{call.index}",), "W")
+        if call.recomputed_by is not None:
+            self.fill(call, call.recomputed_by)

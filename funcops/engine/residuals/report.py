@@ -1,0 +1,231 @@
+"""`report`: the tensors kept for a backward, one by one; `diff`: the difference of two reports."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcops.engine.contract.marks import Gone
+from funcops.engine.contract.schema import RECOMPUTE, Phase, Saved
+from funcops.engine.errors import describe, fail, join_path, require_count, require_flag, require_type, short, size_of
+from funcops.engine.residuals.equal_layers import merged
+from funcops.engine.residuals.forms import has_form
+from funcops.engine.trees import paths, tensors
+
+
+class Row(NamedTuple):
+    """One kept tensor. `bytes` is 0 if it shares the storage of `alias_of`: a parameter, an input, an earlier row. A tensor kept in
+    another form, such as a `QTensor`, has the original's shape, and the form's name as `dtype`."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    alias_of: str
+    needed_by: str
+
+
+_HEAD = ("path", "shape", "dtype", "bytes", "share", "alias of", "needed by")
+
+
+class Report:
+    """A table of kept tensors with totals. `str()` and notebooks show equal layers as one row, unless it was made with `expand`;
+    `rows` and `dicts()` return the data of every tensor."""
+
+    def __init__(self, rows: list[Row], aliased_bytes: int, tokens: int | None, expand: bool = False) -> None:
+        self.rows = rows
+        self.expand = expand
+        self.kept_bytes = sum(row.bytes for row in rows)
+        self.aliased_bytes = aliased_bytes
+        self.tokens = tokens
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        return self.kept_bytes / self.tokens if self.tokens else None
+
+    def dicts(self) -> list[dict[str, Any]]:
+        return [row._asdict() for row in self.rows]
+
+    def share(self, row: Row) -> float:
+        """The row's share of all kept bytes."""
+        return row.bytes / self.kept_bytes if self.kept_bytes else 0.0
+
+    def plot(self, path: str | None = None, *, depth: int = 1) -> Any:
+        """Plot a stacked bar for every step, `depth` names deep: the bytes of each field. Writes PNG, SVG, ... to `path` if given,
+        and returns matplotlib's figure. Raises `ImportError` without matplotlib (the extra `examples`)."""
+        from funcops.engine.residuals.picture import stacked_bars
+
+        return stacked_bars(self.rows, self.totals(), path, depth)
+
+    def totals(self) -> str:
+        per_token = f", {size_of(self.bytes_per_token)} per token" if self.bytes_per_token is not None else ""
+        tensors = "1 tensor" if len(self.rows) == 1 else f"{len(self.rows)} tensors"
+        return f"kept {size_of(self.kept_bytes)} in {tensors}, aliased {size_of(self.aliased_bytes)}{per_token}"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        shown = [(row.path, row) for row in self.rows]
+        if not self.expand:
+            shown = [(one.row.path + (f" (x {one.times})" if one.times > 1 else ""), one.row) for one in merged(self.rows)]
+        return [
+            (path, str(list(r.shape)), r.dtype, size_of(r.bytes), f"{self.share(r):.1%}", r.alias_of, r.needed_by)
+            for path, r in shown
+        ]
+
+    def __str__(self) -> str:
+        table = [_HEAD, *self._cells()]
+        widths = [max(len(line[i]) for line in table) for i in range(len(_HEAD))]
+        right = {3, 4}
+        lines = [
+            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+            for line in table
+        ]
+        return "\n".join([*lines, self.totals()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def line(cells: tuple[str, ...], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+        head = line(_HEAD, "th")
+        body = "".join(line(cells, "td") for cells in self._cells())
+        return f"<table>{head}{body}</table><p>{html.escape(self.totals())}</p>"
+
+
+def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | None = None, expand: bool = False) -> Report:
+    """A table of the tensors that `residuals` (or pending) hold, by path. Printed, layers that keep the same are one row
+    (`blocks.0..127.norm.rstd (x 128)`) unless `expand`.
+
+    Bytes are the size of the storage behind a tensor, counted once; a tensor that shares the storage of a leaf of `params`
+    or `x`, or of an earlier row, is an alias and counts 0 bytes. `tokens` defaults to the rows of the first tensor in x (for
+    integer ids, to all its elements; for a dict, such as the extras of an x, to none). To report the residuals of several ops,
+    pass them in a dict.
+
+    `needed by`: the halves of the backward that read the tensor, `dgrad` and `wgrad`, and `recompute`, a recomputation of the
+    forward. A path with brackets, such as `norm().x`, is a field from which the y of step `norm` is recomputed: a pending keeps it
+    instead of y, which the weight gradient of the next step reads. Raises `TypeError` for anything but residuals or pending.
+
+    >>> import torch
+    >>> from funcops import RMSNormConfig, report, rms_norm
+    >>> params, x = rms_norm.init(RMSNormConfig(64)), torch.ones(32, 64)
+    >>> y, residuals = rms_norm.fwd(params, x, RMSNormConfig(64))
+    >>> print(report(residuals, params, x))
+    path    shape     dtype        bytes   share  alias of       needed by
+    x       [32, 64]  float32    0 bytes    0.0%  x              dgrad
+    weight  [64]      float32    0 bytes    0.0%  params.weight  dgrad
+    rstd    [32, 1]   float32  128 bytes  100.0%                 dgrad
+    kept 128 bytes in 3 tensors, aliased 8.25 KiB, 4 bytes per token
+    """
+    if tokens is not None:
+        require_count("report", tokens=tokens)
+    require_flag("report", expand=expand)
+    if residuals is None:
+        return Report([], 0, tokens, expand)
+    _check_kept(residuals, "residuals")
+    owners: dict[int, str] = {}
+    for name, tree in (("params", params), ("x", x)):
+        for path, value in _values(tree):
+            for t in tensors(value):
+                owners.setdefault(storage_of(t), join_path(name, path))
+    rows, aliased = [], 0
+    for path, value, phases in kept_values(residuals):
+        parts = {storage_of(t): t.untyped_storage().nbytes() for t in tensors(value)}
+        own = {storage: size for storage, size in parts.items() if storage not in owners}
+        aliased += sum(parts.values()) - sum(own.values())
+        shape, dtype = (value.shape, short(value.dtype) if isinstance(value, Tensor) else value.form)
+        owner = "" if own else next((owners[storage] for storage in parts), "")
+        rows.append(Row(path, tuple(shape), dtype, sum(own.values()), owner, phases))
+        owners.update(dict.fromkeys(own, path))
+    return Report(rows, aliased, tokens if tokens is not None else _tokens(x), expand)
+
+
+def _check_kept(node: Any, name: str) -> None:
+    if isinstance(node, dict) and node and not hasattr(node, "give"):
+        for key, child in node.items():
+            _check_kept(child, join_path(name, key))
+    elif node is not None and not isinstance(node, Saved) and not hasattr(node, "give"):
+        fail("report", name, "residuals or pending of an op", describe(node), TypeError)
+    elif getattr(node, "gone", False) or isinstance(getattr(node, "_marks", None), Gone):
+        node.complain("report")  # type: ignore[union-attr]
+
+
+class Change(NamedTuple):
+    """A path whose bytes differ between two reports; 0 bytes if a report lacks it."""
+
+    path: str
+    before: int
+    after: int
+
+
+class Difference(list[Change]):
+    """The paths whose bytes differ between two reports, the largest change first."""
+
+    def __str__(self) -> str:
+        width = max((len(change.path) for change in self), default=0)
+        lines = [
+            f"{c.path.ljust(width)}  {size_of(c.before):>12} -> {size_of(c.after):>12}  {_change(c.after - c.before):>12}"
+            for c in self
+        ]
+        return "\n".join([*lines, f"{_change(sum(c.after - c.before for c in self))} in all"])
+
+    __repr__ = __str__
+
+
+def _change(nbytes: int) -> str:
+    return "+" * (nbytes >= 0) + size_of(nbytes)
+
+
+def diff(before: Report, after: Report) -> Difference:
+    """Compare two reports: the paths whose bytes differ, before and after. Raises `TypeError` if an argument is not a report.
+
+    >>> import torch
+    >>> from funcops import Compress, Policy, SoftcapConfig, diff, report, softcap, with_policy
+    >>> x, cfg = torch.ones(32, 128), SoftcapConfig(30.0)
+    >>> before = report(softcap.fwd(None, x, cfg)[1])
+    >>> after = report(with_policy(softcap, Policy({"x": Compress("fp8")})).fwd(None, x, cfg)[1])
+    >>> print(diff(before, after))
+    x     16.00 KiB ->     4.03 KiB    -11.97 KiB
+    -11.97 KiB in all
+    """
+    for name, one in (("before", before), ("after", after)):
+        require_type("diff", name, one, Report)
+    sides = [{row.path: row.bytes for row in one.rows} for one in (before, after)]
+    every = dict.fromkeys([*sides[0], *sides[1]])
+    changes = [Change(path, sides[0].get(path, 0), sides[1].get(path, 0)) for path in every]
+    return Difference(sorted((c for c in changes if c.before != c.after), key=lambda c: -abs(c.after - c.before)))
+
+
+def _values(tree: Any) -> list[tuple[str, Any]]:
+    """The tensors of a tree, and the nodes that stand for one, by path."""
+    return [(path, value) for path, value in paths(tree, is_leaf=has_form).items() if isinstance(value, Tensor) or has_form(value)]
+
+
+def kept_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """All tensors in residuals or pending, and nodes that stand for one: the path, the value, and the phases that read it."""
+    if node is None:
+        return
+    if isinstance(node, Saved):
+        for name, field in node.fields.items():
+            readers = [phase for phase in Phase if phase in field.needed_by and (node.needs.recompute or phase is not RECOMPUTE)]
+            phases = "+".join((phase.name or "").lower() for phase in readers)
+            for path, value in _values(getattr(node, name)):
+                yield join_path(prefix + name, path), value, phases
+        return
+    for name, child in node.items():
+        yield from kept_values(child, f"{prefix}{name}.")
+
+
+def storage_of(t: Tensor) -> int:
+    """The identity of a tensor's storage, which it shares with its views."""
+    return t.untyped_storage()._cdata
+
+
+def _tokens(x: Any) -> int | None:
+    found = tensors(x)
+    if not found or isinstance(x, dict):  # extras alone: positions may be shared by the rows of a batch
+        return None
+    first = found[0]
+    return first.numel() // first.shape[-1] if first.is_floating_point() and first.dim() and first.shape[-1] else first.numel()

@@ -1,0 +1,33 @@
+"""The codecs of policies that keep e4m3 in blocks: `funcops.engine.residuals.codec` states their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from funcops.engine.residuals.codec import CODECS, Codec, Parts
+from funcops.engine.residuals.policy import POLICIES, compressed
+from funcops.library.kernels import quantize as kernels
+
+
+def _blocks(width: int) -> tuple[Callable[[Tensor], Parts], Callable[[Parts, torch.dtype], Tensor]]:
+    """e4m3 with a one-byte scale for each block of `width` elements of a row."""
+    form = ("e4m3", 1, width, "e8m0")
+
+    def encode(t: Tensor) -> Parts:
+        # of float16 no number may round up to 2^16, which is infinite there: the next one below on e4m3's grid is 240 2^8
+        return kernels.quantize_row(
+            torch.where(t.isinf(), t, t.clamp(-61440.0, 61440.0)) if t.dtype is torch.float16 else t, *form, None, None
+        )
+
+    def decode(parts: Parts, dtype: torch.dtype) -> Tensor:
+        codes, scales = parts
+        return kernels.dequantize(codes, scales, None, *form, codes.shape[-1], dtype)  # type: ignore[no-any-return]
+
+    return encode, decode
+
+
+CODECS |= {name: Codec(name, *_blocks(width), block=width) for name, width in (("fp8", 128), ("mxfp8", 32))}
+POLICIES["compress_fp8"] = compressed("fp8")

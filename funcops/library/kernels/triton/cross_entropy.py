@@ -1,0 +1,184 @@
+"""Cross entropy, one program per row. The forward reads the logits once, with an online softmax in every lane; the backward is one
+read and one write."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from funcops.engine.backend.launch import launcher
+from funcops.library.kernels import cross_entropy as declared
+from funcops.library.kernels.triton.aligned import GROUP, ends, whole_groups
+from funcops.library.kernels.triton.common import block_of, load_wide, rounded, store_rounded, warps_of
+
+BLOCK = 4096
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def _gather(t, inside, highest, weights, total, seen, SMOOTHED: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr):
+    """Update the online softmax of every lane with more logits (-inf outside the row), one exponential each. total: the sum of
+    t - highest over the `seen` logits of a lane, all of which a new highest logit lowers."""
+    t = tl.reshape(t, [DEEP, LANES, t.shape[0] // (DEEP * LANES)])
+    top = tl.maximum(highest, tl.max(tl.max(t, 2), 0))
+    below = t - top[None, :, None]
+    if SMOOTHED:
+        total = _lowered(total, seen, highest, top)
+        total += tl.sum(tl.sum(tl.where(tl.reshape(inside, t.shape), below, 0.0), 2), 0)
+    weights = weights * tl.exp(highest - top) + tl.sum(tl.sum(tl.exp(below), 2), 0)
+    return top, weights, total
+
+
+@triton.jit
+def _lowered(total, seen, highest, top):
+    """Turn a sum of `seen` differences to `highest` into one of differences to `top`; 0 if nothing was seen yet."""
+    return tl.where(seen > 0, total + seen * (highest - top), 0.0)
+
+
+@triton.jit
+def _seen(size, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of `size` logits each lane has seen."""
+    EACH: tl.constexpr = BLOCK // (DEEP * LANES)
+    left = size % BLOCK - tl.arange(0, LANES) * EACH
+    seen = tl.full([LANES], 0, tl.int32) + size // BLOCK * (BLOCK // LANES)
+    for deep in tl.static_range(DEEP):
+        seen += tl.minimum(tl.maximum(left - deep * LANES * EACH, 0), EACH)
+    return seen
+
+
+@triton.jit
+def _forward(
+    logits_ptr, labels_ptr, losses_ptr, lse_ptr, vocab, ignore_index, smoothing: tl.float32, z_loss: tl.float32,
+    SMOOTHED: tl.constexpr, EVEN: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr, before, size = whole_groups(logits_ptr, row * vocab, vocab, EVEN)
+    label = tl.load(labels_ptr + row)
+    # finite, so that a row of -inf sums to 0 and not to NaN
+    highest = tl.full([LANES], LOWEST, tl.float32)
+    weights, total = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    i = tl.arange(0, BLOCK)
+    full = size // BLOCK * BLOCK
+    for start in range(0, full, BLOCK):
+        t = tl.load(logits_ptr + start + i).to(tl.float32)
+        highest, weights, total = _gather(t, i >= 0, highest, weights, total, start // LANES, SMOOTHED, DEEP, LANES)
+    if full < size:
+        inside = full + i < size
+        t = tl.load(logits_ptr + full + i, mask=inside, other=-float("inf")).to(tl.float32)
+        highest, weights, total = _gather(t, inside, highest, weights, total, full // LANES, SMOOTHED, DEEP, LANES)
+    top = tl.max(highest, 0)
+    if EVEN:
+        sum_exp = tl.sum(weights * tl.exp(highest - top), 0)
+    else:
+        at, inside = ends(before, size, vocab)
+        t = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
+        top = tl.maximum(top, tl.max(t, 0))
+        sum_exp = tl.sum(weights * tl.exp(highest - top), 0) + tl.sum(tl.exp(t - top), 0)
+    rest = tl.log(sum_exp)
+    wanted = (label >= 0) & (label < vocab)
+    picked = load_wide(logits_ptr + (label - before), wanted) - top
+    loss = rest - picked + z_loss * (top + rest) * (top + rest)
+    if SMOOTHED:
+        sum_t = tl.sum(_lowered(total, _seen(size, DEEP, LANES, BLOCK), highest, top), 0)
+        if not EVEN:
+            sum_t += tl.sum(tl.where(inside, t - top, 0.0), 0)
+        loss += smoothing * (picked - sum_t / vocab)
+    loss = tl.where(wanted, loss, float("nan"))  # a label that is neither a class nor ignored
+    tl.store(losses_ptr + row, tl.where(label == ignore_index, 0.0, loss))
+    tl.store(lse_ptr + 2 * row, top)
+    tl.store(lse_ptr + 2 * row + 1, rest)
+
+
+@triton.jit
+def _descend(t, at, label, highest, at_all, at_label, scale):
+    """dlogits of logits t at classes `at`."""
+    return scale * tl.exp(t - highest) - tl.where(at == label, at_label, at_all)
+
+
+@triton.jit
+def _backward(
+    dloss_ptr, dloss_step, logits_ptr, labels_ptr, lse_ptr, dlogits_ptr, classes, first, vocab, ignore_index,
+    smoothing: tl.float32, z_loss: tl.float32, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """dlogits may be logits themselves, whose classes begin at `first` of `vocab` classes."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr, before, size = whole_groups(logits_ptr, row * classes, classes, EVEN)
+    dlogits_ptr, _, _ = whole_groups(dlogits_ptr, row * classes, classes, EVEN)
+    label, highest, rest = tl.load(labels_ptr + row), tl.load(lse_ptr + 2 * row), tl.load(lse_ptr + 2 * row + 1)
+    d = tl.where(label == ignore_index, 0.0, tl.load(dloss_ptr + row * dloss_step).to(tl.float32))
+    at_all, scale = d * (smoothing / vocab), d * (1.0 + 2.0 * z_loss * (highest + rest)) * tl.exp(-rest)
+    at_label = d * (1.0 - smoothing) + at_all
+    # a label outside these classes becomes an index that matches none
+    label = tl.where((label >= first) & (label < first + classes), label - first - before, -1 - before).to(tl.int32)
+    i = tl.arange(0, BLOCK)
+    if not EVEN:  # read first, so that nothing is read that other threads have written
+        at, inside = ends(before, size, classes)
+        t = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
+    full = size // BLOCK * BLOCK
+    for start in range(0, full, BLOCK):
+        t_whole = tl.load(logits_ptr + start + i).to(tl.float32)
+        dt = _descend(t_whole, start + i, label, highest, at_all, at_label, scale)
+        tl.store(dlogits_ptr + start + i, rounded(dt, dlogits_ptr.dtype.element_ty))
+    if full < size:
+        t_whole = tl.load(logits_ptr + full + i, mask=full + i < size, other=-float("inf")).to(tl.float32)
+        dt = _descend(t_whole, full + i, label, highest, at_all, at_label, scale)
+        store_rounded(dlogits_ptr + full + i, dt, full + i < size)
+    if not EVEN:
+        store_rounded(dlogits_ptr + at, _descend(t, at, label, highest, at_all, at_label, scale), inside)
+
+
+_launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
+
+
+@declared.cross_entropy_fwd.triton
+def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
+    logits, labels = logits.contiguous(), labels.contiguous()
+    rows, vocab = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    lse = losses.new_empty((rows, 2))
+    if rows:
+        block = block_of(vocab, BLOCK)
+        warps = max(1, block // 1024)
+        lanes = min(32 * warps, block * logits.element_size() // 16)  # that many threads, each of which reads 16 bytes at a time
+        deep = block * logits.element_size() // (16 * lanes)
+        _launch_forward(
+            rows, 1, 1, logits, labels, losses, lse, vocab, ignore_index, smoothing, z_loss, smoothing != 0.0,
+            vocab % GROUP == 0, deep, lanes, block, num_warps=warps,
+        )
+    return losses, lse
+
+
+@declared.cross_entropy_bwd.triton
+def cross_entropy_bwd(
+    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
+    first: int = 0, vocab: int = 0,
+) -> Tensor:
+    logits = logits.contiguous()
+    dlogits = torch.empty_like(logits)
+    vocab = vocab or logits.shape[1]
+    _gradient(dloss, logits, labels, logsumexp, dlogits, smoothing, ignore_index, z_loss, first, vocab)
+    return dlogits
+
+
+@declared.cross_entropy_bwd_owned.triton
+def cross_entropy_bwd_owned(
+    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
+    first: int, vocab: int,
+) -> None:
+    _gradient(dloss, logits, labels, logsumexp, logits, smoothing, ignore_index, z_loss, first, vocab)
+
+
+def _gradient(
+    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, dlogits: Tensor, smoothing: float, ignore_index: int,
+    z_loss: float, first: int, vocab: int,
+) -> None:
+    rows, classes = logits.shape
+    if rows and classes:
+        block = block_of(classes, BLOCK)
+        _launch_backward(
+            rows, 1, 1, dloss.contiguous(), int(dloss.dim() > 0), logits, labels.contiguous(), logsumexp.contiguous(),
+            dlogits, classes, first, vocab, ignore_index, smoothing, z_loss, classes % GROUP == 0, block,
+            num_warps=warps_of(block),
+        )
