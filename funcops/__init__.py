@@ -33,25 +33,11 @@ Modules              funcops.nn, optim, low_precision, lora, precision, checkpoi
                      trees, testing, fused, dist, models
 """
 
+import sys as _sys
+from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from funcops import checkpoint as checkpoint
-from funcops import dist as dist
-from funcops import graphs as graphs
-from funcops import lora as lora
-from funcops import low_precision as low_precision
-from funcops import models as models
-from funcops import nn as nn
-from funcops import optim as optim
-from funcops import precision as precision
-from funcops import schedule as schedule
-from funcops import testing as testing
-from funcops.adapters.autograd import differentiable as differentiable
-from funcops.adapters.autograd.delayed import delayed_wgrad as delayed_wgrad
-from funcops.adapters.from_function import TorchConfig as TorchConfig
-from funcops.adapters.from_function import op_from_torch as op_from_torch
-from funcops.adapters.profiler import Profile as Profile
-from funcops.adapters.profiler import profile as profile
 from funcops.engine import random as random
 from funcops.engine import trees as trees
 from funcops.engine.backend import backend as backend
@@ -145,11 +131,30 @@ from funcops.library.ops.sink_attention import *
 from funcops.library.ops.softcap import *
 from funcops.library.ops.softmax import *
 from funcops.library.ops.unpermute import *
-from funcops.low_precision.report import quantization_report as quantization_report
-from funcops.memory.fit import Fitted as Fitted
-from funcops.memory.fit import fit as fit
-from funcops.memory.policy import with_policy as with_policy
-from funcops.memory.remat import remat as remat
+
+if _TYPE_CHECKING:  # extensions, which are imported at their first use
+    from funcops import checkpoint as checkpoint
+    from funcops import dist as dist
+    from funcops import graphs as graphs
+    from funcops import lora as lora
+    from funcops import low_precision as low_precision
+    from funcops import models as models
+    from funcops import nn as nn
+    from funcops import optim as optim
+    from funcops import precision as precision
+    from funcops import schedule as schedule
+    from funcops import testing as testing
+    from funcops.adapters.autograd import differentiable as differentiable
+    from funcops.adapters.autograd.delayed import delayed_wgrad as delayed_wgrad
+    from funcops.adapters.from_function import TorchConfig as TorchConfig
+    from funcops.adapters.from_function import op_from_torch as op_from_torch
+    from funcops.adapters.profiler import Profile as Profile
+    from funcops.adapters.profiler import profile as profile
+    from funcops.low_precision.report import quantization_report as quantization_report
+    from funcops.memory.fit import Fitted as Fitted
+    from funcops.memory.fit import fit as fit
+    from funcops.memory.policy import with_policy as with_policy
+    from funcops.memory.remat import remat as remat
 
 __version__ = "0.2.0"
 
@@ -169,7 +174,21 @@ _ROOMS = [
     "testing",
     "trees",
 ]
-_PUBLIC = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
+_LATER = {  # names of extensions, and where they are
+    "Fitted": "memory.fit",
+    "Profile": "adapters.profiler",
+    "TorchConfig": "adapters.from_function",
+    "delayed_wgrad": "adapters.autograd.delayed",
+    "differentiable": "adapters.autograd",
+    "fit": "memory.fit",
+    "op_from_torch": "adapters.from_function",
+    "profile": "adapters.profiler",
+    "quantization_report": "low_precision.report",
+    "remat": "memory.remat",
+    "with_policy": "memory.policy",
+}
+_PUBLIC = [*_LATER]
+_PUBLIC += [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
 # for `import *`: a name for each concept, and its config; linear_fwd and LinearResiduals are imported by name
 _OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending", "Scaling")
 __all__ = [name for name in _PUBLIC if name == "delayed_wgrad" or not name.endswith(_OF_AN_OPERATOR)]
@@ -177,3 +196,15 @@ __all__ = [name for name in _PUBLIC if name == "delayed_wgrad" or not name.endsw
 
 def __dir__() -> list[str]:
     return sorted([*_PUBLIC, *_ROOMS, "__version__"])
+
+
+if not _TYPE_CHECKING:  # a checker would take every name for one of the module's
+
+    def __getattr__(name: str) -> object:
+        """An extension, or a name of one, imported at its first use."""
+        if name in _ROOMS:
+            return _import_module(f"funcops.{name}")
+        if name not in _LATER:
+            raise AttributeError(f"module 'funcops' has no attribute {name!r}", name=name, obj=_sys.modules[__name__])
+        value = globals()[name] = getattr(_import_module(f"funcops.{_LATER[name]}"), name)
+        return value

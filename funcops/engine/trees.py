@@ -147,6 +147,21 @@ def stands_for_one(node: Any) -> bool:
     return type(node) in _stand_ins
 
 
+def dense(tree: Any) -> Any:
+    """The tree with every node that stands for a tensor in few bits, such as a `QTensor`, replaced by that tensor.
+
+    >>> import torch
+    >>> from funcops.low_precision import Format, dense, quantize_tensor
+    >>> dense({"w": quantize_tensor(torch.ones(1, 2), Format("e4m3")), "b": torch.zeros(1)})
+    {'w': tensor([[1., 1.]]), 'b': tensor([0.])}
+    """
+
+    def in_few_bits(node: Any) -> bool:
+        return stands_for_one(node) and hasattr(node, "dequantize")
+
+    return tree_map(lambda node: node.dequantize() if in_few_bits(node) else node, tree, is_leaf=in_few_bits)
+
+
 class Aside:
     """Data that travels with a tree's structure but is not part of it: equal to any other `Aside`, so that structures compare as if
     it were absent. A copy of a structure drops it."""

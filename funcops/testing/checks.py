@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from funcops.engine.contract.needs import Needs
-from funcops.engine.trees import leaves, paths, same_structure, tree_map
-from funcops.library.formats import dense
+from funcops.engine.trees import dense, leaves, paths, same_structure, tree_map
 from funcops.testing.case import Case
 
 

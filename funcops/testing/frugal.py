@@ -25,8 +25,7 @@ from funcops.engine.contract.schema import DGRAD, RECOMPUTE, WGRAD, Field, Saved
 from funcops.engine.contract.walk import Inside, rewrite
 from funcops.engine.errors import join_path
 from funcops.engine.program.values import abstract_params
-from funcops.engine.trees import paths, tensors, tree_map
-from funcops.library.formats import dense
+from funcops.engine.trees import dense, paths, tensors, tree_map
 from funcops.testing.case import Case
 from funcops.testing.checks import run, same_bits
 from funcops.testing.tolerances import assert_close

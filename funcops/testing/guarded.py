@@ -19,8 +19,7 @@ from funcops.engine.errors import FLOATS, StaleResidualError
 from funcops.engine.residuals.donate import donate
 from funcops.engine.residuals.pack_unpack import pack, unpack
 from funcops.engine.residuals.policy import Offload
-from funcops.engine.trees import at, flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
-from funcops.library.formats import dense
+from funcops.engine.trees import at, dense, flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
 from funcops.testing.case import Case
 
 

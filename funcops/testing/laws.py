@@ -19,8 +19,18 @@ from funcops.engine.errors import describe, join_path, require
 from funcops.engine.program.explain import plan
 from funcops.engine.program.rules import FEW
 from funcops.engine.residuals.donate import donate
-from funcops.engine.trees import WithExtras, leaves, nothing_like, paths, put, same_structure, tensors, tree_map, tree_map_tensors
-from funcops.library.formats import dense
+from funcops.engine.trees import (
+    WithExtras,
+    dense,
+    leaves,
+    nothing_like,
+    paths,
+    put,
+    same_structure,
+    tensors,
+    tree_map,
+    tree_map_tensors,
+)
 from funcops.testing.case import FLOATS, Case
 from funcops.testing.checks import equal_bits as _same
 from funcops.testing.checks import float_like as float_like

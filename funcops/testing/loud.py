@@ -12,8 +12,7 @@ from torch import Tensor
 
 from funcops.engine.errors import DonatedError, GradModeError, StaleResidualError, join_path
 from funcops.engine.residuals.donate import donate
-from funcops.engine.trees import WithExtras, leaves, paths, put, same_structure, tensors, tree_map_tensors
-from funcops.library.formats import dense
+from funcops.engine.trees import WithExtras, dense, leaves, paths, put, same_structure, tensors, tree_map_tensors
 from funcops.testing.case import Case
 from funcops.testing.checks import run, tree_map_path
 

@@ -3,6 +3,7 @@ from cases.experts import gated
 from cases.qlinear import EXEMPT, OF_SCALES, Products
 from hypothesis import strategies as st
 
+import funcops
 from funcops import ExpertsConfig, GroupedQLinearConfig, grouped_qlinear, grouped_qlinear_fwd, random
 from funcops.engine.trees import replace
 from funcops.library.formats import QWeight, quantize_sides, stacked
@@ -11,7 +12,6 @@ from funcops.library.formats.scaled import Scaled
 from funcops.library.kernels.routing import sort_by_expert
 from funcops.library.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
 from funcops.library.ops.grouped_linear import GroupedLinearParams
-from funcops.low_precision import quantize_params
 from funcops.testing import Case, Draw, Error
 
 
@@ -172,7 +172,8 @@ def _edited_pending():
 
 
 def _dgrad_without_rounding(cfg):
-    params = quantize_params(grouped_qlinear.init(cfg, key=random.key(0)), cfg, dtype=torch.float32, key=random.key(1))
+    params = grouped_qlinear.init(cfg, key=random.key(0))
+    params = funcops.low_precision.quantize_params(params, cfg, dtype=torch.float32, key=random.key(1))
     y, residuals = grouped_qlinear.fwd(params, (torch.ones(2, 16), TWO), cfg)
     return grouped_qlinear.dgrad(residuals.copy(rounding=None), y, cfg)
 

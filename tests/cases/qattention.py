@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from funcops import QAttentionConfig, qattention, qattention_fwd
-from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
+from funcops.library.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
 from funcops.testing import Case, Error
 
 LARGEST = {"e4m3": (448.0, torch.float8_e4m3fn), "e5m2": (57344.0, torch.float8_e5m2)}

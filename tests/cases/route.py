@@ -3,7 +3,8 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
-from funcops import RouteConfig, RouteParams, optim, random, route, route_dgrad, route_fwd
+import funcops
+from funcops import RouteConfig, RouteParams, random, route, route_dgrad, route_fwd
 from funcops.testing import Case, Error
 
 
@@ -194,7 +195,7 @@ ERRORS = [
         match="route_fwd: x.1 (cu_seqlens) must be int32, got int64",
         error=TypeError,
     ),
-    Error(call=lambda: optim.balance(torch.ones(4), torch.ones(3), 0.1), match="balance: load must be [4], got [3]"),
+    Error(call=lambda: funcops.optim.balance(torch.ones(4), torch.ones(3), 0.1), match="balance: load must be [4], got [3]"),
     Error(call=lambda: RouteConfig(4, 2, groups=2, top_groups=3), match="RouteConfig: top_groups must be at most groups, 2, got 3"),
     Error(
         call=lambda: route_fwd(RouteParams(), (LOGITS, torch.ones(2)), RouteConfig(4, 2, jitter=0.1)),

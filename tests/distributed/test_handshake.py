@@ -12,9 +12,9 @@ import torch
 
 from funcops import ChainConfig, LinearConfig, LinearParams, Step, WithExtras, chain, dist, linear
 from funcops.distributed import Mesh, check_program, comm, finish, gather_start, handshake, record
+from funcops.distributed.testing import ranks, run_ranks
 from funcops.engine.trees import tree_map_tensors
 from funcops.models.blocks import Sizes, decoder_config
-from funcops.testing import ranks, run_ranks
 
 SIZES = {"dp": 2, "tp": 2}
 

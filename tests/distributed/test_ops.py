@@ -31,12 +31,12 @@ from funcops import (
     skip,
 )
 from funcops.distributed import AllToAllConfig, Mesh, VocabEmbeddingConfig, all_to_all
+from funcops.distributed.testing.dist import _reference
 from funcops.engine.contract.needs import Needs
 from funcops.engine.trees import paths
 from funcops.low_precision import NVFP4, Fp8Current
 from funcops.testing import LAWS, check_dist, run_ranks
 from funcops.testing.checks import same_bits
-from funcops.testing.dist import _reference
 
 SIZES_OF_ROWS = st.tuples(st.integers(0, 2)) | st.tuples(st.integers(0, 2), st.integers(0, 3))
 SHAPES = st.tuples(SIZES_OF_ROWS, st.integers(1, 5), st.integers(1, 3), st.booleans())

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import dist
 from funcops.distributed import comm
-from funcops.testing import check_dist, ranks, run_ranks
+from funcops.distributed.testing import check_dist, ranks, run_ranks
 
 
 def total(axis, x):

@@ -258,12 +258,13 @@ def of(name: str) -> Callable[..., Any]:
 
 def public() -> list[str]:
     """The names of all public callables, of funcops itself and of its rooms."""
-    found = [name for name, value in vars(funcops).items() if name[0] != "_" and is_called(value)]
+    found = [name for name in dir(funcops) if name[0] != "_" and is_called(getattr(funcops, name))]
     for room in ROOMS:
         module = importlib.import_module(f"funcops.{room}")
         own = not hasattr(module, "__path__") or room == "low_precision"  # whose formats and recipes are configs of other rooms
         home = module.__name__ if own and room not in ("nn", "graphs", "dist") else "funcops."
-        names = [n for n, value in vars(module).items() if n[0] != "_" and str(getattr(value, "__module__", "")).startswith(home)]
+        every = dict.fromkeys([*vars(module), *getattr(module, "__all__", ())])  # some are imported at their first use
+        names = [n for n in every if n[0] != "_" and str(getattr(getattr(module, n), "__module__", "")).startswith(home)]
         found += [
             f"{room}.{n}" for n in names if is_called(getattr(module, n)) and getattr(funcops, n, None) is not getattr(module, n)
         ]

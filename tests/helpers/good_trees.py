@@ -41,6 +41,7 @@ TREES = {
         lambda: {"shape": "[*]", "gradient": False, "each_of": "means"}, accepts={"shape": "words", "each_of": "any name, or none"}
     ),
     "trees.elements": Row(lambda: {"tree": tree()}, accepts={"tree": ANY}),
+    "trees.dense": Row(lambda: {"tree": tree()}, accepts={"tree": ANY}),
     "trees.constant_paths": Row(lambda: {"tree": tree()}, accepts={"tree": ANY}),
     "trees.static": Row(lambda: {"default": None}, accepts={"default": "any value"}),
     "trees.tree_map": Row(lambda: {"fn": doubled, "tree": {"a": 1}, "is_leaf": lambda leaf: False}, accepts={"tree": ANY}),

@@ -6,6 +6,7 @@
 Arithmetic is in `funcops.library.kernels.quantize`; ops of it are `funcops.quantize`, `funcops.dequantize` and `funcops.qlinear`.
 """
 
+from funcops.engine.trees import dense
 from funcops.library.formats import codecs as codecs  # which registers them
 from funcops.library.formats.format import (
     E2M1_NV,
@@ -27,7 +28,6 @@ from funcops.library.formats.qtensor import (
     as_made,
     by_tiles,
     check_quantized,
-    dense,
     quantize_sides,
     quantize_tensor,
     quantized_weight,

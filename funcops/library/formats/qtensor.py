@@ -14,7 +14,7 @@ from funcops.engine.contract.fused_steps import watch
 from funcops.engine.contract.marks import counts_writes, mark_of, version
 from funcops.engine.errors import FLOATS, check, describe, fail, require, require_type
 from funcops.engine.random import fold_in
-from funcops.engine.trees import Aside, leaf, leaves, register, replace, show, stands_for_one, stands_in, static, tree, tree_map
+from funcops.engine.trees import Aside, leaf, leaves, register, replace, show, stands_for_one, stands_in, static, tree
 from funcops.library.formats.format import Format
 from funcops.library.formats.nf4 import NF4Tensor
 from funcops.library.kernels import quantize as kernels
@@ -151,6 +151,10 @@ class QWeight:
             return self
         each = [fold_in(key, number) for key in self.key.reshape(-1, 2)]
         return replace(self, key=torch.stack(each).view_as(self.key))
+
+    def dequantize(self) -> Tensor:
+        """The weight that its rows stand for."""
+        return self.row.dequantize()
 
     def made_of(self, weight: Tensor) -> QWeight:
         """Note the weight that it was made from, and that weight's count of writes now."""
@@ -374,22 +378,6 @@ def zero_gradient(node: Any, dtype: torch.dtype | None = None) -> Any:
     if isinstance(node, Tensor):
         return torch.zeros_like(node, dtype=dtype, memory_format=torch.contiguous_format)
     return node.zero_gradient(dtype) if stands_for_one(node) else node
-
-
-def dense(tree: Any) -> Any:
-    """The tree with every `QTensor`, `NF4Tensor` and `QWeight` replaced by the tensor that it stands for.
-
-    >>> import torch
-    >>> from funcops.low_precision import Format, dense, quantize_tensor
-    >>> dense({"w": quantize_tensor(torch.ones(1, 2), Format("e4m3")), "b": torch.zeros(1)})
-    {'w': tensor([[1., 1.]]), 'b': tensor([0.])}
-    """
-
-    def one(node: Any) -> Any:
-        own = node.row if type(node) is QWeight else node
-        return own.dequantize() if type(own) in IN_CODES else node
-
-    return tree_map(one, tree, is_leaf=lambda node: type(node) in IN_CODES)
 
 
 def _check_x(where: str, x: Any) -> None:

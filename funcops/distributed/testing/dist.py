@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcops.distributed.mesh import Axis, Mesh
+from funcops.distributed.testing.ranks import run_ranks
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.errors import (
@@ -28,7 +29,6 @@ from funcops.engine.residuals.donate import donate
 from funcops.engine.trees import leaves, nbytes, paths, tensors, tree_map, tree_map_tensors, with_leaves
 from funcops.testing.case import Draw
 from funcops.testing.checks import float_like, same_bits
-from funcops.testing.ranks import run_ranks
 
 
 @dataclasses.dataclass(frozen=True)
