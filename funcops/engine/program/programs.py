@@ -16,7 +16,7 @@ from funcops.engine.contract.configs import require_config
 from funcops.engine.contract.needs import Mask, Needs
 from funcops.engine.contract.op import Op, with_raw
 from funcops.engine.contract.pausing import Pauses, ran
-from funcops.engine.contract.schema import open_node
+from funcops.engine.contract.schema import Donated, open_node
 from funcops.engine.contract.trace_safe_cache import reading, remember
 from funcops.engine.contract.walk import steps
 from funcops.engine.errors import describe, fail
@@ -202,6 +202,8 @@ def _opened(where: str, op: Op, residuals: Any, cfg: Any) -> tuple[Any, Op, Any]
     while op.lower is not None and op.keeps is None:
         op, cfg = cfg.op, cfg.cfg
     node, cls = residuals, op.keeps
+    if type(node) is Donated and node._node is not None:  # `take` written out; of a spent cell `open_node` raises
+        node, residuals._node = node._node, None
     if op.lower is not None and (type(node) is not cls or node.cfg is not cfg or node.gone or node.had):
         node = open_node(where, node, cls, cfg)
     return node, op, cfg
@@ -211,7 +213,11 @@ def wgrad(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgr
     """The `wgrad` of an op that is lowered to a scope, or its `products`; `cls`: the class of its pending."""
     where = f"{op.name}_wgrad"
     require_config(where, cfg, op.config)
-    node = None if pending is None else open_node(where, pending, cls, cfg)
+    node = pending
+    if type(node) is Donated and node._node is not None:
+        node, pending._node = node._node, None
+    if node is not None and (type(node) is not cls or node.cfg is not cfg or node.gone or node.had):
+        node = open_node(where, node, cls, cfg)
     sums = None if into is None else accumulators(where, op, into, node, cfg)
     found = _found(which, op, cfg, Needs.NONE if node is None else node.needs, None)(node, sums)
     return found if into is None or which == "products" else into

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from funcops.engine.contract.schema import Donated, Saved
+from funcops.engine.contract.schema import Donated
 from funcops.engine.errors import describe, fail
 
 
@@ -25,10 +25,11 @@ def donate(kept: Any) -> Any:
         ...
     funcops.engine.errors.DonatedError: softcap_bwd: residuals must be unused, got SoftcapResiduals given away with donate()
     """
-    if isinstance(kept, Saved) and (given := kept.cell()) is not None:  # a fresh node of an op, which most are
-        return given
     if kept is None or type(kept) is Donated:
         return kept
+    cell = getattr(kept, "cell", None)
+    if cell is not None and (given := cell()) is not None:  # of a fresh node, which most are
+        return given
     if not hasattr(kept, "give"):
         fail("donate", "kept", "residuals or pending of an op, or a cache", describe(kept), TypeError)
     if not kept.fresh():

@@ -60,6 +60,10 @@ class Nested(dict):  # type: ignore[type-arg]
         self.empty()
         return node
 
+    def cell(self) -> Donated | None:
+        """`Donated(self.give())` of a fresh node; None of any other."""
+        return None if self.gone or self.had else Donated(self.give())
+
     def empty(self) -> None:
         dict.clear(self)
         self.gone, self.had = True, ()
