@@ -2,7 +2,9 @@
 the extensions that a table says. Rooms of the first two import only from rooms before their own."""
 
 import ast
+import importlib
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,9 @@ EDGES = {
     "schedule": {"distributed", "memory"},
     "adapters": {"distributed", "low_precision", "memory", "precision", "schedule"},
 }
+MOST_NAMES = 240  # that extensions take from the engine, which may only fall
+WITHOUT_ALL = ("funcops.engine.errors", "funcops.engine.trees")  # where every name without an underscore is public
+PRIVATE = {"_by_path", "_no_pairs"}  # of `trees`, for the files and the optimisers of extensions
 SUMS = (
     "funcops.engine.compose.add",
     "funcops.engine.compose.fork",
@@ -120,6 +125,26 @@ def test_the_table_of_edges_has_no_needless_row():
             others = {place(target)[0] for target in imports(path) if target.startswith("funcops.")}
             found.setdefault(first, set()).update(others.intersection(EXTENSIONS) - {first})
     assert {name: others for name, others in found.items() if others} == EDGES
+
+
+def test_what_extensions_take_from_the_engine_is_public_there():
+    taken = set()
+    for path in (ROOT / "funcops").rglob("*.py"):
+        first, _ = place(".".join(("funcops", *path.relative_to(ROOT / "funcops").with_suffix("").parts)))
+        for node in ast.walk(ast.parse(path.read_text())) if first in EXTENSIONS else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("funcops.engine"):
+                taken |= {(node.module, alias.name) for alias in node.names}
+    assert len(taken) > 150 and len({name for _, name in taken}) <= MOST_NAMES
+    hidden = {name for module, name in taken if not public(module, name)}
+    assert hidden == PRIVATE
+
+
+def public(module, name):
+    """Whether a module of the engine says that a name is public; a module of a package is."""
+    found = importlib.import_module(module)
+    if module in WITHOUT_ALL:
+        return name[0] != "_"
+    return name in getattr(found, "__all__", ()) or isinstance(getattr(found, name), types.ModuleType)
 
 
 def test_one_file_reads_versions():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.engine.compose.chain import ChainConfig, chain, needs_of_steps
+from funcops.engine.compose.chain import ChainConfig, chain
 from funcops.engine.compose.step import check_body, split_x
 from funcops.engine.contract.needs import Needs, check_needs
 from funcops.engine.contract.op import Op
@@ -95,7 +95,7 @@ def measure_stages(
     require_count("measure_stages", repeats=repeats)
     params, (main, extras) = tied("measure_stages", params, cfg.ties), split_x("measure_stages", x, cfg)
     found = []
-    for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs), strict=True):
+    for step, wanted in zip(cfg.steps, cfg.needs_of_steps(needs), strict=True):
         given = step.x(main, extras)
         found.append(_measured(step.op, params[step.name], given, step.cfg, wanted, repeats, params, x))
         main, _ = step.split_y(step.op.fwd(params[step.name], given, step.cfg, needs=Needs.NONE)[0])

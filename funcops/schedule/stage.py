@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.engine.compose.chain import ChainConfig, needs_of_steps
+from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.compose.step import split_x
 from funcops.engine.compose.vjp import check_losses, sum_gradient
 from funcops.engine.contract.accumulators import check_accumulator, check_apart, check_width
@@ -49,7 +49,7 @@ class Stage:
         done: Done | None = None,
     ) -> None:
         self.step, self.index, self.params, self.ledger = cfg.steps[index], index, params, ledger
-        self.needs = needs_of_steps(cfg, needs)[index]
+        self.needs = cfg.needs_of_steps(needs)[index]
         self.dparams, self.left, self.done = into, count, done
         self.keyed = count > 1 and has_keys(params)
         if into is not None:
@@ -137,7 +137,7 @@ def check_sums(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Need
     """Raise unless each gradient of these stages has an accumulator with its param's shape and device, its dtype or a wider one,
     and memory of its own. A stage checks the rest: it also knows accumulators that params lack."""
     given = {}
-    for index, (step, own) in enumerate(zip(cfg.steps, needs_of_steps(cfg, needs), strict=True)):
+    for index, (step, own) in enumerate(zip(cfg.steps, cfg.needs_of_steps(needs), strict=True)):
         have, params_here = paths(into.get(step.name)), params.get(step.name)
         constant = constant_paths(params_here)
         for path, param in paths(params_here, is_leaf=stands_for_one).items():

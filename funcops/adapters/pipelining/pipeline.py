@@ -12,7 +12,7 @@ import torch.distributed as dist
 from funcops.adapters.pipelining.boundaries import Boundaries, looks
 from funcops.adapters.pipelining.messages import Messages, Values, from_all
 from funcops.adapters.pipelining.runtime import Runtime
-from funcops.engine.compose.chain import ChainConfig, needs_of_steps
+from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.errors import describe, fail, require, require_type
 from funcops.engine.residuals.ledger import Ledger
@@ -78,7 +78,7 @@ class Pipeline:
         self._example = Boundaries(self.cfg, x, dtype)
         self.boundaries = self._example.trees
         values = [tuple(leaves(tree)) for tree in self.boundaries]
-        asked = [bool(one) for one in needs_of_steps(self.cfg, self.needs)]
+        asked = [bool(one) for one in self.cfg.needs_of_steps(self.needs)]
         messages = Messages(values, (False, *asked), self.device, self.group)
         self.runtime = Runtime(self.schedule, dist.get_rank(self.group), messages)
         self.names = tuple(self.cfg.steps[index].name for index in self.runtime.stages)

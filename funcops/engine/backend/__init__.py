@@ -1,8 +1,4 @@
-from funcops.engine.backend.declare import Kernel as Kernel
-from funcops.engine.backend.declare import kernel as kernel
-from funcops.engine.backend.declare import operators as operators
-from funcops.engine.backend.declare import tracing as tracing
-from funcops.engine.backend.declare import wide as wide
-from funcops.engine.backend.select import backend as backend
-from funcops.engine.backend.select import gemm as gemm
-from funcops.engine.backend.select import wants_triton as wants_triton
+from funcops.engine.backend.declare import Kernel, kernel, operators, tracing, wide
+from funcops.engine.backend.select import backend, gemm, wants_triton
+
+__all__ = ["Kernel", "backend", "gemm", "kernel", "operators", "tracing", "wants_triton", "wide"]

@@ -32,6 +32,8 @@ from funcops.engine.backend.fingerprint import fingerprint
 from funcops.engine.backend.launch import Launched, use_driver
 from funcops.engine.errors import short
 
+__all__ = ["COMPILER", "TARGETS", "TOOLS", "Build", "inspect", "name_of", "stubbed", "takes_descriptors"]
+
 COMPILER = f"triton {triton.__version__}"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MATRIX = re.compile(r"^(?:[A-Z]*MMA|v_mfma)")  # HMMA, HGMMA, QGMMA, UTCHMMA, ...; v_mfma_f32_32x32x8_bf16

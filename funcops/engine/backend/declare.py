@@ -31,6 +31,8 @@ from funcops.engine.backend import select
 from funcops.engine.backend.source import compile_source
 from funcops.engine.errors import fail, require
 
+__all__ = ["FAMILIES", "KERNELS", "Kernel", "capturing", "readable", "tracing", "watched"]
+
 # past torch's question whether CUDA is initialised, where torch has CUDA: a tensor is on it
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: torch.cuda.current_device())
 Implementation = Callable[..., Any]

@@ -16,6 +16,8 @@ from typing import Any
 
 from funcops.engine.backend.launch import Launched
 
+__all__ = ["fingerprint", "source_of"]
+
 
 def fingerprint(launched: Launched, target: str) -> str:
     """The hash of a launched kernel for a target: twelve hexadecimal digits."""

@@ -40,6 +40,8 @@ from funcops.engine.backend.interpreted import mend
 from funcops.engine.backend.source import compile_source
 from funcops.engine.errors import fail
 
+__all__ = ["MOST", "Launched", "compiled_launches", "launched_kernels", "launcher", "planned_launches"]
+
 _SOURCE = """
 def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
     if gy > MOST or gz > MOST:

@@ -14,6 +14,8 @@ import torch
 
 from funcops.engine.backend.declare import tracing
 
+__all__ = ["once"]
+
 
 class _Call(threading.local):
     made: dict[Any, Any] | None = None  # what its steps have made, with what it was made of; None outside of such a program

@@ -14,6 +14,8 @@ import torch
 
 from funcops.engine.errors import require_type
 
+__all__ = ["BEGIN", "END", "Label", "named_scope", "named_steps", "node_labels"]
+
 on = False  # whether steps are named, in every thread
 
 

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from funcops.engine.errors import require
 
+__all__ = ["gemm_provider", "launched"]
+
 BACKENDS = ("torch", "triton")
 PROVIDERS = ("auto", "cublas", "triton", "specialised")
 Choice = tuple[str | None, str | None]  # of the backend, and of the products

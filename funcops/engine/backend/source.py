@@ -8,6 +8,8 @@ import weakref
 from types import FunctionType
 from typing import Any
 
+__all__ = ["compile_source", "exact", "literal"]
+
 _numbers = itertools.count()
 
 

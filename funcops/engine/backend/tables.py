@@ -17,6 +17,8 @@ from torch import Tensor
 
 from funcops.engine.backend.declare import tracing
 
+__all__ = ["Table", "Tables", "holding"]
+
 _held: list[list[Any]] = []  # the values held by each capture in progress
 _for_good: list[Any] = []  # held by captures that are not ours, if torch does not say which graph is being captured
 

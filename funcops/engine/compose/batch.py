@@ -21,6 +21,8 @@ from funcops.engine.errors import FLOATS, DonatedError, describe, fail, in_step,
 from funcops.engine.program.accumulator_checks import check_into_tree
 from funcops.engine.trees import fake, structure, tensors, tree_map, tree_map_tensors
 
+__all__ = ["batch_wgrads"]
+
 HOW = ("each", "concatenate", "batch", "group")
 
 

@@ -142,6 +142,19 @@ class ChainConfig(Composite):
     runs: ClassVar[tuple[Step, ...]]  # the steps as they run, by the names of `steps`
     programs: ClassVar[dict[Any, Any]]
 
+    def needs_of_steps(self, needs: Needs, steps: tuple[Step, ...] | None = None) -> tuple[Needs, ...]:
+        """The needs of each step, by which values need a gradient. `steps`: those that run, by default the config's."""
+        live = live_inputs(needs.x, self.extras)
+        params, found = needs.params, []
+        if self.ties and isinstance(params, tuple):
+            params = _with_tied("chain_fwd", needs, params, self)
+        for step in steps or self.steps:
+            wanted = step.needs(live, params)
+            found.append(wanted)
+            for name in ("", *step.given):
+                live[name] = wanted.any
+        return tuple(found)
+
 
 def _recomputed(steps: tuple[Step, ...], recompute: Any) -> frozenset[str]:
     names = {step.name for step in steps}
@@ -175,20 +188,6 @@ def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...], outputs: tu
 
 
 ChainResiduals, ChainPending = nested("Chain", "a chain, by step name", __name__)
-
-
-def needs_of_steps(cfg: ChainConfig, needs: Needs, steps: tuple[Step, ...] | None = None) -> tuple[Needs, ...]:
-    """The needs of each step, found by following which values need a gradient. `steps`: those that run, by default the config's."""
-    live = live_inputs(needs.x, cfg.extras)
-    params, found = needs.params, []
-    if cfg.ties and isinstance(params, tuple):
-        params = _with_tied("chain_fwd", needs, params, cfg)
-    for step in steps or cfg.steps:
-        wanted = step.needs(live, params)
-        found.append(wanted)
-        for name in ("", *step.given):
-            live[name] = wanted.any
-    return tuple(found)
 
 
 def _with_tied(where: str, needs: Needs, params: tuple[str, ...], cfg: ChainConfig) -> tuple[str, ...]:
@@ -246,7 +245,7 @@ def _lower(
     """Each step reads the output of the step before it; the backward is in reverse order."""
     scope = rows.scope(place, "chain", cfg, needs, (ChainResiduals, ChainPending))
     extras, back = rows.aliases(given)
-    for step, wanted, before in zip(cfg.runs, needs_of_steps(cfg, needs, cfg.runs), (None, *cfg.runs), strict=False):
+    for step, wanted, before in zip(cfg.runs, cfg.needs_of_steps(needs, cfg.runs), (None, *cfg.runs), strict=False):
         if before is not None:
             source = scope.parts[before.name] if before.name in cfg.recomputed else None
             recomputed_by = source if isinstance(source, Call) and source.can_recompute else None

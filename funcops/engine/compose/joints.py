@@ -13,6 +13,8 @@ from funcops.engine.compose.identity import IdentityConfig, identity
 from funcops.engine.compose.step import Step
 from funcops.engine.contract.op import Op
 
+__all__ = ["Made", "joint_by_ops", "joint_of", "register_joint"]
+
 Made = tuple[Op, Any] | str  # the op and its config, or the reason why the steps run one by one
 LONGEST = 3
 

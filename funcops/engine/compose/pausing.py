@@ -17,6 +17,8 @@ from funcops.engine.program import programs
 from funcops.engine.program.turns import turns
 from funcops.engine.residuals.nested import part
 
+__all__ = ["LOWERED"]
+
 
 def _fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> Pauses:
     op = cfg.lowered_by

@@ -19,6 +19,8 @@ from funcops.engine.errors import check, describe, fail, in_step, require, requi
 from funcops.engine.program.values import abstract_params, add, has_params
 from funcops.engine.trees import WithExtras
 
+__all__ = ["OneBody", "Step", "WithExtras", "check_body", "live_inputs", "note", "split_x"]
+
 
 @config
 class Step:

@@ -15,6 +15,8 @@ from funcops.engine.errors import describe, fail, require, require_flag, require
 from funcops.engine.residuals.donate import donate
 from funcops.engine.trees import WithExtras, leaves, nothing_like, with_leaves
 
+__all__ = ["check_losses", "sum_gradient", "value_and_grad", "vjp"]
+
 
 @overload
 def value_and_grad(

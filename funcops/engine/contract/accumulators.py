@@ -11,6 +11,8 @@ from funcops.engine.backend import tracing, wide
 from funcops.engine.errors import GradModeError, describe, describe_tree, fail, join_path
 from funcops.engine.trees import leaves, paths, same_structure
 
+__all__ = ["accumulate", "check_accumulator", "check_apart", "check_into", "check_width", "takes_sums"]
+
 T = TypeVar("T")
 
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from funcops.engine.contract.configs import require_config
 from funcops.engine.errors import describe, fail
 
+__all__ = ["ByConfig", "class_by"]
+
 
 class ByConfig(NamedTuple):
     """The class of an op's residuals, if it depends on the config: `choose(cfg)`, for a `config`, is one of `classes`.

@@ -34,6 +34,8 @@ from funcops.engine.contract.versions import Versions
 from funcops.engine.errors import DonatedError, describe, fail, join_path, require_flag, short
 from funcops.engine.trees import at, has, leaves, paths, same_structure, stands_for_one, structure, tensors, tree_map
 
+__all__ = ["aliases_said", "checking"]
+
 any_autocast = torch._C._is_any_autocast_enabled
 _on: ContextVar[bool] = ContextVar("funcops.checking", default=select.CHECK)
 _calls = threading.local()  # `passed`: the next `asked`, by the call that is being checked, is False

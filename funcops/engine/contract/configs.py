@@ -23,6 +23,8 @@ from funcops.engine.contract.trace_safe_cache import number_while_tracing, readi
 from funcops.engine.errors import describe, fail, require_type
 from funcops.engine.trees import constant_paths, paths, stands_for_one
 
+__all__ = ["Composite", "OpConfig", "Replace", "Width", "config", "fields_of", "found_once", "require_config"]
+
 T = TypeVar("T")
 NoneType = type(None)
 LARGEST = torch.finfo(torch.float32).max

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = ["digest"]
+
 
 def digest(t: Tensor) -> int:
     """A hash, 64 bits, of a tensor's bits and their places: if one word of eight bytes has other bits, so has the hash. It is the

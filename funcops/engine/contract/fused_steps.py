@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+__all__ = ["watch"]
+
 _watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 

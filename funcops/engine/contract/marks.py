@@ -24,6 +24,8 @@ from funcops.engine.contract.versions import versions as versions
 from funcops.engine.errors import DonatedError, describe, join_path, short
 from funcops.engine.trees import FIELDS, Aside, leaves, paths, tensors
 
+__all__ = ["STAND_INS", "Gone", "Versions", "counts_writes", "mark_of", "version"]
+
 STALE = -1  # the mark of a copy of a stale tensor: no version is below 0
 IDLE = False  # in place of marks, in residuals without saved fields that need no gradient of x
 

@@ -13,6 +13,8 @@ from funcops.engine.contract.trace_safe_cache import remember
 from funcops.engine.errors import describe, fail, nearest
 from funcops.engine.trees import has, paths
 
+__all__ = ["Mask", "Needs", "check_needs", "sub_mask"]
+
 Mask = bool | tuple[str, ...]
 
 

@@ -72,6 +72,10 @@ from funcops.engine.contract.signatures import (
 from funcops.engine.errors import describe, fail
 from funcops.engine.trees import FIELDS
 
+__all__ = ["ALL", "Op", "OpConfig", "Prefetch", "TypedOp", "both_halves", "bwd_of", "config", "dgrad_of", "forward"]
+__all__ += ["init_of", "make_op", "no_params", "raw_of", "recompute_of", "refuse_autocast", "same_width", "wgrad_of"]
+__all__ += ["wrap"]
+
 
 class Prefetch(NamedTuple):
     """The work that an op can begin before its turn: a `repeat` begins it one layer ahead. `begin(given, cfg)` of params or

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from funcops.engine.contract.functions import dgrad_of, forward
 
+__all__ = ["Flying", "Pauses", "Pausing", "landed", "pausing", "take_turns", "without_params"]
+
 Pauses = Generator[None, None, Any]
 
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 from funcops.engine.errors import fail
 from funcops.engine.trees import paths
 
+__all__ = ["first_run", "note", "read_again", "second_run"]
+
 N = TypeVar("N")
 
 

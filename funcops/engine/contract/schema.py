@@ -45,6 +45,9 @@ from funcops.engine.contract.trace_safe_cache import equal, remember
 from funcops.engine.errors import DonatedError, describe, differing_parts, fail, stale
 from funcops.engine.trees import paths, register, register_node, show, static, tensors
 
+__all__ = ["DGRAD", "NESTED", "NO_GRADIENT", "RECOMPUTE", "WGRAD", "Donated", "Field", "Inputs", "Pending", "Phase"]
+__all__ += ["Residuals", "Saved", "open_node", "residuals", "saved", "static"]
+
 T = TypeVar("T")
 
 

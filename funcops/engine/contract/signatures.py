@@ -9,6 +9,8 @@ from torch import Tensor
 
 from funcops.engine.contract.needs import Needs
 
+__all__ = ["C", "G", "P", "R", "X", "Y", "BwdOf", "DgradOf", "Forward", "HasFwd", "InitOf", "Run", "WgradOf"]
+
 P = TypeVar("P")
 X = TypeVar("X")
 C = TypeVar("C")

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+__all__ = ["reading", "remember"]
+
 K = TypeVar("K")
 V = TypeVar("V")
 _frozen = 0  # how many blocks of `reading` run

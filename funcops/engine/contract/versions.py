@@ -21,6 +21,8 @@ from funcops.engine.backend.source import compile_source
 from funcops.engine.errors import StaleResidualError, join_path, stale
 from funcops.engine.trees import FIELDS, paths, tensors
 
+__all__ = ["version"]
+
 _own: Callable[[Any], Any] = operator.attrgetter("_version")
 once.version = _own
 _readers: dict[type, Callable[[Any], Any]] = {}  # by class of node

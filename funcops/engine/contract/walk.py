@@ -12,6 +12,9 @@ from funcops.engine.contract.configs import Composite, require_config
 from funcops.engine.contract.op import Op
 from funcops.engine.errors import fail, few, join_path, require_callable, require_flag, require_type
 
+__all__ = ["Inside", "Part", "check_globs", "check_selection", "matches", "nested", "remade", "rewrite", "shared_layers"]
+__all__ += ["steps", "ties", "walk"]
+
 
 class Part(NamedTuple):
     """A config inside another: its path, its op and its config. `layer`: the number of the repeat's layer that it is in, if the

@@ -20,6 +20,8 @@ from funcops.engine.program.values import abstract_params
 from funcops.engine.residuals.nested import Nested
 from funcops.engine.trees import WithExtras, fake, paths, stands_for_one, structure, tensors, tree_map_tensors
 
+__all__ = ["check_into_tree"]
+
 _dtypes: dict[Any, dict[str, torch.dtype]] = {}  # dtypes of gradients by path, by all that they depend on
 _fitting: set[Any] = set()  # forms of dys and residuals that every part accepted
 MOST_FITTING = 1024

@@ -26,6 +26,8 @@ from funcops.engine.program.rows import Row
 from funcops.engine.program.rules import BACKWARD, FORWARD, NearMiss, Piece, Rule, Saving, cover
 from funcops.engine.program.turns import turns_of
 
+__all__ = ["explain", "plan"]
+
 
 class Line(NamedTuple):
     """Calls that run as one by a rule; or one call, without a rule."""

@@ -18,6 +18,8 @@ from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.errors import join_path
 
+__all__ = ["Call", "Lowered", "Value", "lower"]
+
 Value = Any  # int, or a tuple of Values
 Extras = dict[str, int]
 

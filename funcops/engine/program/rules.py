@@ -18,6 +18,9 @@ from funcops.engine.contract.needs import Needs
 from funcops.engine.errors import describe, fail, require_callable, require_flag, require_type
 from funcops.engine.program.lower import Call, Lowered
 
+__all__ = ["BACKWARD", "FEW", "FORWARD", "SIBLINGS_BACKWARD", "SIBLINGS_FORWARD", "Rule", "Saving", "Window"]
+__all__ += ["register_fusion", "unregister_fusion"]
+
 FORWARD, BACKWARD = "forward", "backward"
 SIBLINGS_FORWARD, SIBLINGS_BACKWARD = "siblings forward", "siblings backward"
 LONGEST = 8  # calls that a rule may cover

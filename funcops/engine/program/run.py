@@ -20,6 +20,8 @@ from funcops.engine.residuals.nested import needs_of
 from funcops.engine.residuals.nested import part as part
 from funcops.engine.trees import WithExtras, at, put
 
+__all__ = ["check_names", "filled", "taken_apart", "tied"]
+
 
 def in_path(error: Exception, path: str) -> None:
     if path:

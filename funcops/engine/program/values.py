@@ -11,6 +11,8 @@ from funcops.engine.contract.configs import Composite
 from funcops.engine.contract.op import Op
 from funcops.engine.trees import tensors, tree_map
 
+__all__ = ["abstract_params", "add", "fold_keys", "has_params"]
+
 T = TypeVar("T")
 
 

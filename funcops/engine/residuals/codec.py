@@ -24,6 +24,8 @@ from torch import Tensor
 
 from funcops.engine.errors import require
 
+__all__ = ["CODECS", "Codec", "Parts"]
+
 Parts = tuple[Tensor, ...]
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from funcops.engine.contract.schema import Donated
 from funcops.engine.errors import describe, fail
 
+__all__ = ["donate"]
+
 
 def donate(kept: Any) -> Any:
     """Move the contents of `kept` (residuals or pending) into a one-shot cell for the next backward, or of a cache of

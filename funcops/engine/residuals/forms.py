@@ -24,6 +24,8 @@ from funcops.engine.residuals.offload import copies
 from funcops.engine.residuals.policy import Action, Compress, Drop, Offload
 from funcops.engine.trees import leaf, static, tree, tree_map
 
+__all__ = ["Layout", "Packed", "block_of", "from_form", "in_blocks", "one_form_each", "to_form"]
+
 
 class Layout(NamedTuple):
     """The layout of a tensor in its storage."""

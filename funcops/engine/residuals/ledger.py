@@ -9,6 +9,8 @@ from funcops.engine.contract.schema import Donated
 from funcops.engine.errors import LedgerError, size_of
 from funcops.engine.trees import tensors
 
+__all__ = ["Ledger"]
+
 
 class Ledger:
     """Trees by path. Each tree is kept once and taken once; a tree left at the end is an error; the bytes that wait are counted.

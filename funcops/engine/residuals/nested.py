@@ -11,6 +11,8 @@ from funcops.engine.errors import DonatedError, fail
 from funcops.engine.residuals.donate import donate
 from funcops.engine.trees import Aside, WithExtras, register_node
 
+__all__ = ["Nested"]
+
 
 def part(node: Any, name: Any) -> Any:
     """A child of residuals or pending, donated if its parent was."""

@@ -18,6 +18,8 @@ from torch import Tensor
 from funcops.engine.backend import tracing
 from funcops.engine.trees import tensors
 
+__all__ = ["copies"]
+
 
 class Copies:
     """The offloaded tensors and the prefetches in progress. A test replaces `copies` by an instance that records the order."""

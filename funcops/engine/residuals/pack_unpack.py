@@ -10,6 +10,8 @@ from funcops.engine.residuals.forms import from_form, one_form_each, to_form
 from funcops.engine.residuals.policy import Compress, Offload
 from funcops.engine.trees import tree_map
 
+__all__ = ["pack", "unpack"]
+
 T = TypeVar("T")
 
 

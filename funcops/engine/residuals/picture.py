@@ -7,6 +7,8 @@ from typing import Any
 
 from funcops.engine.errors import sized
 
+__all__ = ["grouped_bars"]
+
 
 def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) -> Any:
     """Horizontal bars: one per step, with a segment for each field that it keeps, in the unit that fits the longest bar."""

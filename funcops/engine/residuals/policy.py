@@ -17,6 +17,8 @@ from typing import Any
 from funcops.engine.errors import describe, fail, require_flag, require_type
 from funcops.engine.residuals.codec import codec
 
+__all__ = ["POLICIES", "Action", "Compress", "Drop", "Offload", "Policy", "Recompute", "Save", "compressed", "means"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Save:

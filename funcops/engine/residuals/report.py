@@ -15,6 +15,8 @@ from funcops.engine.residuals.equal_layers import merged
 from funcops.engine.residuals.forms import has_form
 from funcops.engine.trees import paths, tensors
 
+__all__ = ["Report", "kept_values", "report", "storage_of"]
+
 
 class Row(NamedTuple):
     """One kept tensor. `bytes` is 0 if it shares the storage of `alias_of`: a parameter, an input, an earlier row. A tensor kept in
