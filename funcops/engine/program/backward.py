@@ -8,7 +8,7 @@ from typing import Any
 from funcops.engine.contract.op import NoneType
 from funcops.engine.program.calls import Calls
 from funcops.engine.program.lower import Alias, Call, Scope, begun_before
-from funcops.engine.program.rows import Group, Row, part_names
+from funcops.engine.program.rows import Group, Row, local, part_names
 from funcops.engine.program.rules import Piece
 
 
@@ -24,7 +24,7 @@ class Backward(Calls):
                 self.begin(call)
             if type(row) is Alias:
                 if row.value in self.have:
-                    self.give(row.of, f"g{row.value}")
+                    self.give(row.of, local("gradient", row.value))
             elif row.index not in done and row.index not in self.cover.waiting:
                 piece = self.cover.backward.get(row.index)
                 if piece is None:
@@ -35,7 +35,7 @@ class Backward(Calls):
                 self.settle(row)
         self.settle()
         main, extras = self.gradient(low.main), [self.gradient(v) for v in low.extras.values()]
-        trees = part_names("q", low.root, True) if self.whole else [*part_names("p", low.root), *_recipes(low.root)]
+        trees = part_names("dparams", low.root, True) if self.whole else [*part_names("pending", low.root), *_recipes(low.root)]
         self.row(f"return {self.which}", low.root, (main, *extras, *trees), (), main, extras, tuple(low.extras))
         return self.finished
 
@@ -55,22 +55,22 @@ class Backward(Calls):
         inside = {v for call in calls for v in call.gives}
         apart = {v: self.outer.pop(v) for call in calls for v in call.takes if v in self.outer and v not in inside}
         for v in apart:  # added after the piece: before, there is nothing to compare it with
-            self.row("copy", None, (f"g{v}",), (f"part{v}",))
+            self.row("copy", None, (local("gradient", v),), (local("part", v),))
             self.have.remove(v)
         for source in dict.fromkeys(held):
-            self.row("held", source, (), (f"h{source.index}",))
+            self.row("held", source, (), (local("held", source.index),))
         values = sorted({v for call in calls for v in (*call.gives, *call.takes) if v in self.have})
-        self.row("values", piece, [f"g{v}" for v in values], (f"G{i}",), values)
+        self.row("values", piece, [local("gradient", v) for v in values], (local("gradients", i),), values)
         dys = [self.gradient(call.out) for call in piece.ends]
         dy = (dys[0], dys[1:]) if piece.siblings else (dys[-1], [])
         scopes = {c.place.scope.index for c in calls if c.place and c.place.scope and c.place.scope.needs}
         where = next(self.where(call.place.scope) for call in calls if call.place and call.place.scope)
-        reads = (*dys, f"G{i}", *(f"a{source.index}" for source in early))
-        self.row("backward piece", piece, reads, (f"out{i}",), *dy, (), sorted(scopes), where, bool(early))
+        reads = (*dys, local("gradients", i), *(local("recomputed", source.index) for source in early))
+        self.row("backward piece", piece, reads, (local("result", i),), *dy, (), sorted(scopes), where, bool(early))
         self._either_way(piece, late, held, filled)
         for v, name in apart.items():
-            self.meet(f"part{v}", self.gradient(v), name)
-            self.give(v, f"part{v}")
+            self.meet(local("part", v), self.gradient(v), name)
+            self.give(v, local("part", v))
         if late:
             for call in late:
                 self.fill(call, calls[-1])
@@ -80,7 +80,7 @@ class Backward(Calls):
         """Both blocks: the calls one by one, or what the rule gave. Both know the same gradients at their ends."""
         calls = piece.calls
         again = [source for source in _recomputing(filled.values()) if any(reader not in calls for reader in source.readers)]
-        given = [f"a{call.index}" for call in (*calls[-1:] * bool(late), *again)]
+        given = [local("recomputed", call.index) for call in (*calls[-1:] * bool(late), *again)]
         in_order = [row for row in self.lowered.backward if type(row) is Call and row in calls]
         before = set(self.have)
         one_by_one = self.block(self._one_after_another, in_order, late)
@@ -88,12 +88,12 @@ class Backward(Calls):
         ready = [call for call in in_order if call.place and call.index not in self.late]
         together = self.block(self._after, piece, ready, filled, held, late, after)
         self.have = after
-        names = tuple(f"h{source.index}" for source in held)
-        self.row("choice", None, (f"out{calls[0].index}",), given, names, path=None, then=one_by_one, otherwise=together)
+        names = tuple(local("held", source.index) for source in held)
+        self.row("choice", None, (local("result", calls[0].index),), given, names, path=None, then=one_by_one, otherwise=together)
 
     def _one_after_another(self, calls: list[Call], late: list[Call]) -> None:
         for reader in late[:1]:
-            self.row("recomputed", None, (f"a{reader.recomputed_by.index}",))  # type: ignore[union-attr]
+            self.row("recomputed", None, (local("recomputed", reader.recomputed_by.index),))  # type: ignore[union-attr]
         for call in calls:
             self.call(call)
 
@@ -108,28 +108,28 @@ class Backward(Calls):
         """Pass on the result of the rule, `(dmain, pending of each)`."""
         calls, i = piece.calls, piece.calls[0].index
         if late:
-            self.row("given", None, (f"G{i}",), (f"a{calls[-1].index}",), calls[-1].out)
-        pendings = Group(f"p{call.index}" if call.place else "_" for call in calls)
-        self.row("results", None, (f"out{i}",), (f"d{i}", *pendings), f"d{i}", pendings)
+            self.row("given", None, (local("gradients", i),), (local("recomputed", calls[-1].index),), calls[-1].out)
+        pendings = Group(local("pending", call.index) if call.place else "_" for call in calls)
+        self.row("results", None, (local("result", i),), (local("dx", i), *pendings), local("dx", i), pendings)
         for call in reversed(calls):  # what another is recomputed from asks whether that one has a recipe
             self.recipe(call, call in held)
         gives = {v for call in calls for v in call.gives}
         for v in sorted({v for call in calls for v in call.takes} - self.keys - gives):
-            self.row("gradient", None, (f"G{i}",), (f"g{v}",), v)
+            self.row("gradient", None, (local("gradients", i),), (local("gradient", v),), v)
             self.have.add(v)
         in_flight = piece.rule.settle is not None
         if not in_flight:  # siblings read one x, each perhaps by another name, whose sum comes after them all
-            self.give(calls[0].main, f"d{i}")
+            self.give(calls[0].main, local("dx", i))
         if self.whole:
             for call in ready:
                 if call.index in filled:
                     self.fill(call, filled[call.index])
             self.joint_wgrads(ready)
         if in_flight:
-            self.row("settle", piece, (f"d{i}",), (f"d{i}",))
-            self.give(calls[0].main, f"d{i}")
+            self.row("settle", piece, (local("dx", i),), (local("dx", i),))
+            self.give(calls[0].main, local("dx", i))
         for v in sorted(after - self.have - gives - {call.out for call in calls}):
-            self.row("none", None, (), (f"g{v}",))
+            self.row("none", None, (), (local("gradient", v),))
 
 
 def _recomputing(sources: Iterable[Call]) -> list[Call]:
@@ -145,5 +145,5 @@ def _recomputing(sources: Iterable[Call]) -> list[Call]:
 def _recipes(part: Any) -> list[str]:
     """The locals of the recipes that the pending of a part holds."""
     if not isinstance(part, Scope) or not part.needs:
-        return [f"r{part.index}"] * part.source if isinstance(part, Call) else []
+        return [local("recipe", part.index)] * part.source if isinstance(part, Call) else []
     return [name for one in part.parts.values() for name in _recipes(one)]

@@ -6,6 +6,7 @@ from funcops.engine.compose.fork import fork
 from funcops.engine.contract.op import raw_of
 from funcops.engine.program.gradients import NONE, Gradients
 from funcops.engine.program.lower import Call, Lowered, flat
+from funcops.engine.program.rows import local
 from funcops.engine.program.rules import Cover
 
 
@@ -37,16 +38,17 @@ class Calls(Gradients):
         self.at(call.path)
         self.recipe(call)
         if not call.needs:
-            self.row(*(("unwanted", call, (), (f"q{i}",)) if self.whole else ("none", call, (), (f"p{i}",))))
+            kind, name = ("unwanted", "dparams") if self.whole else ("none", "pending")
+            self.row(kind, call, (), (local(name, i),))
             return
         if i in self.begins:
             self._begun(call)
         else:
-            self.row("whole tree" if call.place.scope is None else "residuals", call, (), (f"n{i}",), "K")
+            self.row("whole tree" if call.place.scope is None else "residuals", call, (), (local("residuals", i),), "K")
             dy = self.dy(call)
             raw, own = () if self.pauses(call) else self.block(self._raw, call, dy), self.block(self._checked, call, dy)
             if raw and self.testable(call.residuals):
-                self.row("call", call, (f"n{i}", dy, *self._filling(call)), then=raw, otherwise=own)
+                self.row("call", call, (local("residuals", i), dy, *self._filling(call)), then=raw, otherwise=own)
             else:
                 self.rows += own
         if call.needs.x:
@@ -55,7 +57,7 @@ class Calls(Gradients):
     def begin(self, call: Call) -> None:
         """Begin the work that a call begins before its turn."""
         assert call.place is not None
-        n, begun = f"n{call.index}", f"begun{call.index}"
+        n, begun = local("residuals", call.index), local("begun", call.index)
         if call.needs:
             self.open(call.place)
             self.at(call.path)
@@ -66,22 +68,22 @@ class Calls(Gradients):
     def _give(self, call: Call) -> None:
         """Give the call's residuals away to its own function, if its scope's were given away."""
         if call.place.scope is not None:  # type: ignore[union-attr]
-            self.row("give", call, (f"n{call.index}",), (f"n{call.index}",))
+            self.row("give", call, (local("residuals", call.index),), (local("residuals", call.index),))
 
     def _begun(self, call: Call) -> None:
         """The backward of a call that has begun."""
-        given = f"begun{call.index}", self.dy(call)
+        given = local("begun", call.index), self.dy(call)
         if self.whole:
-            self.row("begun bwd", call, given, (f"q{call.index}", f"d{call.index}"))
+            self.row("begun bwd", call, given, (local("dparams", call.index), local("dx", call.index)))
             self.flying[call] = False
         else:
-            self.row("begun dgrad", call, given, (f"d{call.index}", f"p{call.index}"))
+            self.row("begun dgrad", call, given, (local("dx", call.index), local("pending", call.index)))
 
     def _filling(self, call: Call) -> tuple[str, ...]:
         """The recomputed y that is put into the call's residuals."""
         reads = call.recomputed_in_bwd if self.goes_on(call) else call.recomputed_in_dgrad
         filled = call.recomputed_by is not None and reads
-        return (f"a{call.recomputed_by.index}",) if filled else ()  # type: ignore[union-attr]
+        return (local("recomputed", call.recomputed_by.index),) if filled else ()  # type: ignore[union-attr]
 
     def _checked(self, call: Call, dy: str) -> None:
         """The op's own function."""
@@ -89,11 +91,11 @@ class Calls(Gradients):
         self._give(call)
         pausing = "pausing " * self.pauses(call)
         for a in self._filling(call):
-            self.row("filled", call, (f"n{i}", a), (f"n{i}",), call.fields, needs=needs)
+            self.row("filled", call, (local("residuals", i), a), (local("residuals", i),), call.fields, needs=needs)
         if self.goes_on(call):
-            self.row(f"{pausing}bwd", call, (f"n{i}", dy), (f"q{i}", f"d{i}"))
+            self.row(f"{pausing}bwd", call, (local("residuals", i), dy), (local("dparams", i), local("dx", i)))
         else:
-            self.row(f"{pausing}dgrad", call, (f"n{i}", dy), (f"d{i}", f"p{i}"))
+            self.row(f"{pausing}dgrad", call, (local("residuals", i), dy), (local("dx", i), local("pending", i)))
 
     def _raw(self, call: Call, dy: str) -> None:
         """The function that runs after its checks; nothing if it has no such function, or no dy."""
@@ -102,9 +104,9 @@ class Calls(Gradients):
         if raw is None or dy == NONE:
             return
         for a in self._filling(call):
-            self.row("twin", call, (f"n{i}", a), (f"n{i}",), needs=call.needs if whole else call.kept)
+            self.row("twin", call, (local("residuals", i), a), (local("residuals", i),), needs=call.needs if whole else call.kept)
         dgrad, wgrad = raw if isinstance(raw, tuple) else (raw, None)
-        given, d, p, q = (f"n{i}", dy), f"d{i}", f"p{i}", f"q{i}"
+        given, d, p, q = (local("residuals", i), dy), local("dx", i), local("pending", i), local("dparams", i)
         if whole and not isinstance(raw, tuple):
             self.row("raw bwd", call, given, (q, d), dgrad)
         else:
@@ -112,26 +114,26 @@ class Calls(Gradients):
             self.row("raw dgrad of bwd" if whole else "raw dgrad", call, given, (d, q if whole and wgrad is None else p), dgrad)
         # Before the weight gradient, which reads none of it. Of residuals that were filled in, "twin" has emptied the original.
         if call.place.scope is not None and not self._filling(call):  # type: ignore[union-attr]
-            self.row("empty", call, (f"n{i}",))
+            self.row("empty", call, (local("residuals", i),))
         if whole and wgrad is not None:
             self.row("raw wgrad of bwd", call, (p,), (q,), wgrad)
 
     def _of_skip(self, call: Call) -> None:
         """The backward of a skip's fork, or of its sum."""
         if call.op is fork:
-            there = [f"g{value}" for value in (*call.gives, call.out) if value in self.have]
+            there = [local("gradient", value) for value in (*call.gives, call.out) if value in self.have]
             if call.needs.x and len(there) > 1:  # their sum first: it is what the skip gives to a sum around it
-                self.row("sum", call, there, (f"d{call.index}",))
-                there = [f"d{call.index}"]
+                self.row("sum", call, there, (local("dx", call.index),))
+                there = [local("dx", call.index)]
             if call.needs.x and there:
                 self.give(call.main, there[0])
         elif call.out in self.have:
             for value in [call.takes[0]] * bool(call.needs.input(1)) + flat(call.main) * bool(call.needs.input(0)):
-                self.give(value, f"g{call.out}")
+                self.give(value, local("gradient", call.out))
 
     def recipe(self, call: Call, held: bool = False) -> None:
         """Keep what the recomputed y is computed from, for weight gradients that read it."""
         if not self.whole and call.source:
-            letters = [(letter, reader) for reader in call.readers for letter in "pr"[: 1 + reader.source]]
-            readers = [f"{letter}{reader.index}" for letter, reader in letters]  # a reader's y may be recomputed from it, too
-            self.row("recipe", call, [f"h{call.index}"] * held + readers, (f"r{call.index}",), readers)
+            kinds = [(kind, reader) for reader in call.readers for kind in ("pending", "recipe")[: 1 + reader.source]]
+            readers = [local(kind, reader.index) for kind, reader in kinds]  # a reader's y may be recomputed from it, too
+            self.row("recipe", call, [local("held", call.index)] * held + readers, (local("recipe", call.index),), readers)

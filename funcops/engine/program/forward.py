@@ -7,7 +7,7 @@ from typing import Any
 from funcops.engine.compose.fork import fork
 from funcops.engine.contract.op import NoneType, raw_of
 from funcops.engine.program.lower import Call, Fold, Place, Scope, Value, begun_before
-from funcops.engine.program.rows import Addends, Group, Row, Rows, names_of, released
+from funcops.engine.program.rows import Addends, Group, Row, Rows, local, names_of, released
 from funcops.engine.program.rules import Piece
 from funcops.engine.program.run import joined
 
@@ -19,9 +19,9 @@ class Forward(Rows):
         low = self.lowered
         first = low.calls[0]
         kind, given = ("addends", (first.main, *first.takes)) if low.begins else ("main", (low.main,))
-        self.row(kind, None, (), [f"v{v}" for v in given])
+        self.row(kind, None, (), [local("value", v) for v in given])
         for name, v in low.extras.items():
-            self.row("extra", None, (), (f"v{v}",), name)
+            self.row("extra", None, (), (local("value", v),), name)
         piece_of = {call: piece for piece in self.cover.forward.values() for call in piece.calls}
         ahead = begun_before(low.calls, self.begins)
         done = set[int]()
@@ -32,7 +32,7 @@ class Forward(Rows):
             for call in ahead.get(row.index, ()):
                 self._open(call.place)
                 self.at(call.path)
-                self.row("begin", call, (), (f"begun{call.index}",))
+                self.row("begin", call, (), (local("begun", call.index),))
             if (piece := piece_of.get(row)) is None:
                 self._call(row)
             elif row is piece.turn:
@@ -44,17 +44,17 @@ class Forward(Rows):
 
     def _of(self, value: Value) -> Any:
         """The local of a value of the forward; a group for a tuple."""
-        return Group(map(self._of, value)) if isinstance(value, tuple) else f"v{self.lowered.resolve(value)}"
+        return Group(map(self._of, value)) if isinstance(value, tuple) else local("value", self.lowered.resolve(value))
 
     def _kept(self, part: Scope | Call) -> str:
         """The local that holds the residuals of a part; `None` for a scope that needs nothing."""
         if isinstance(part, Call):
-            return f"n{part.index}"
+            return local("residuals", part.index)
         if not part.needs:
             return "None"
         own = [self._kept(one) for one in part.parts.values()]
-        self.row("traced kept" if self.traced else "kept", part, own, (f"N{part.index}",))
-        return f"N{part.index}"
+        self.row("traced kept" if self.traced else "kept", part, own, (local("tree", part.index),))
+        return local("tree", part.index)
 
     def _addends(self, total: Call) -> Addends:
         """The addends of the last sum, which is computed in the next layer; checked here, where they are made."""
@@ -65,7 +65,7 @@ class Forward(Rows):
 
     def _fold(self, row: Fold, done: set[int]) -> None:
         if row.out not in done:
-            self.row("fold", None, (self._of(row.of),), (f"v{row.out}",), row.data)
+            self.row("fold", None, (self._of(row.of),), (local("value", row.out),), row.data)
             done.add(row.out)
 
     def _open(self, place: Place | None) -> None:
@@ -87,28 +87,28 @@ class Forward(Rows):
         raw = raw_of(call.op.fwd)
         self._open(call.place)
         self.at(call.path)
-        y, n = f"v{call.out}", f"n{call.index}"
-        written = (y, n) if call.names else (y, *(f"v{v}" for v in call.gives), n)
+        y, n = local("value", call.out), local("residuals", call.index)
+        written = (y, n) if call.names else (y, *(local("value", v) for v in call.gives), n)
         main, takes = self._of(call.main), [self._of(v) for v in call.takes]
         kind, raws = ("fwd", ()) if raw is None or self.traced else ("raw fwd", (raw, call.op.params or NoneType))
         kind, raws = ("pausing fwd", ()) if self.pauses(call) else (kind, raws)
         begun: tuple[str, ...] = ()
         if call.index in self.begins:
-            kind, raws, begun = "begun fwd", (), (f"begun{call.index}",)
+            kind, raws, begun = "begun fwd", (), (local("begun", call.index),)
         self.row(kind, call, (*begun, *names_of(main), *takes), written, main, takes, call.labels, *raws, needs=call.kept)
         if call.names:
             for v, name in zip(call.gives, call.names, strict=True):
-                self.row("output", None, (y,), (f"v{v}",), f".extras[{name!r}]")
+                self.row("output", None, (y,), (local("value", v),), f".extras[{name!r}]")
             self.row("output", None, (y,), (y,), ".main")
 
     def _of_skip(self, call: Call) -> None:
         """The fork of a skip, or its sum."""
         if call.op is fork:
             for value in (call.out, *call.gives):
-                self.row("is", None, names_of(self._of(call.main)), (f"v{value}",), self._of(call.main))
+                self.row("is", None, names_of(self._of(call.main)), (local("value", value),), self._of(call.main))
             return
         self.at(call.path)
-        self.row("sum of skip", call, (self._of(call.takes[0]), self._of(call.main)), (f"v{call.out}",))
+        self.row("sum of skip", call, (self._of(call.takes[0]), self._of(call.main)), (local("value", call.out),))
 
     def _piece(self, piece: Piece, done: set[int]) -> None:
         """Calls that run by a rule, or one by one if it declines their inputs."""
@@ -120,11 +120,11 @@ class Forward(Rows):
             self._open(call.place)
         self.at(joined(calls))
         outside = sorted({v for call in calls for v in call.takes} - {v for call in calls for v in call.gives})
-        self.row("values", piece, [self._of(v) for v in outside], (f"E{i}",), outside)
+        self.row("values", piece, [self._of(v) for v in outside], (local("values", i),), outside)
         main = self._of(calls[0].main)
-        self.row("forward piece", piece, (*names_of(main), f"E{i}"), (f"out{i}",), main)
+        self.row("forward piece", piece, (*names_of(main), local("values", i)), (local("result", i),), main)
         one_by_one = self.block(self._one_by_one, calls)
-        self.row("choice", None, (f"out{i}",), path=None, then=one_by_one, otherwise=self.block(self._after, piece))
+        self.row("choice", None, (local("result", i),), path=None, then=one_by_one, otherwise=self.block(self._after, piece))
 
     def _one_by_one(self, calls: tuple[Call, ...]) -> None:
         for call in calls:
@@ -133,8 +133,8 @@ class Forward(Rows):
     def _after(self, piece: Piece) -> None:
         """Pass on the result of the rule, `(y, residuals of each)`."""
         calls, i = piece.calls, piece.calls[0].index
-        nodes = Group(f"n{call.index}" if call.place else "_" for call in calls)
-        out = Group(f"v{call.out}" for call in piece.ends) if piece.siblings else f"v{calls[-1].out}"
-        self.row("results", None, (f"out{i}",), (*names_of(out), *nodes), out, nodes)
+        nodes = Group(local("residuals", call.index) if call.place else "_" for call in calls)
+        out = Group(local("value", call.out) for call in piece.ends) if piece.siblings else local("value", calls[-1].out)
+        self.row("results", None, (local("result", i),), (*names_of(out), *nodes), out, nodes)
         for v in (v for call in calls for v in call.gives):
-            self.row("taken", None, (f"E{i}",), (f"v{v}",), v)
+            self.row("taken", None, (local("values", i),), (local("value", v),), v)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from funcops.engine.program.lower import Call, Fold, Lowered, Value, flat
-from funcops.engine.program.rows import Group
+from funcops.engine.program.rows import Group, local
 from funcops.engine.program.rules import Cover
 from funcops.engine.program.weights import Weights
 
@@ -27,13 +27,13 @@ class Gradients(Weights):
         """Take dy apart: the gradients of the output and of the named outputs."""
         low = self.lowered
         if low.outputs:
-            self.row("outputs", None, (), [f"g{v}" for v in low.outputs.values()], self.half, tuple(low.outputs))
+            self.row("outputs", None, (), [local("gradient", v) for v in low.outputs.values()], self.half, tuple(low.outputs))
             self.have.update(low.outputs.values())
         self.give(low.output, "dy")
         self.row("release", None, ["dy"])
 
     def gradient(self, value: int) -> str:
-        return f"g{value}" if value in self.have else NONE
+        return local("gradient", value) if value in self.have else NONE
 
     def give(self, value: Value, gradient: str) -> None:
         """Add to the gradient of a value, or of a tuple's parts."""
@@ -41,11 +41,11 @@ class Gradients(Weights):
             self._take_apart(gradient, value)
             return
         if value in self.outer:
-            self.meet(f"g{value}", gradient, self.outer.pop(value))
+            self.meet(local("gradient", value), gradient, self.outer.pop(value))
         if value in self.have:
-            self.row("sum", None, (f"g{value}", gradient), (f"g{value}",))
+            self.row("sum", None, (local("gradient", value), gradient), (local("gradient", value),))
         else:
-            self.row("copy", None, (gradient,), (f"g{value}",))
+            self.row("copy", None, (gradient,), (local("gradient", value),))
         self.have.add(value)
 
     def meet(self, dy: str, gradient: str, name: str) -> None:
@@ -56,7 +56,7 @@ class Gradients(Weights):
     def _take_apart(self, name: str, value: Value) -> None:
         """Unpack a tuple of gradients into the gradients of its parts."""
         numbers = flat(value)
-        targets = [f"g{v}" if v not in self.have else f"part{v}" for v in numbers]
+        targets = [local("gradient", v) if v not in self.have else local("part", v) for v in numbers]
         kind = "split" if len(numbers) == len(value) else "nested split"
         self.row(kind, None, (name,), targets, _like(value, iter(targets)), len(value), value)
         for v, target in zip(numbers, targets, strict=True):
@@ -69,12 +69,12 @@ class Gradients(Weights):
         parts = [self.gradient(v) for v in (call.out, *call.gives)]
         if not call.gives or all(part == NONE for part in parts):
             return parts[0]
-        self.row("join", None, parts, (f"dy{call.index}",), parts[0], parts[1:], call.names)
-        return f"dy{call.index}"
+        self.row("join", None, parts, (local("dy", call.index),), parts[0], parts[1:], call.names)
+        return local("dy", call.index)
 
     def spread(self, call: Call) -> None:
         """Add the call's dx to the gradients of the values that it read."""
-        d = f"d{call.index}"
+        d = local("dx", call.index)
         if not call.takes:
             self.give(call.main, d)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from funcops.engine.contract.needs import Needs
 from funcops.engine.program.lower import Call, Lowered, Scope
@@ -32,6 +32,45 @@ class Row(NamedTuple):
         for name, block in (("if", self.then), ("else", self.otherwise)):
             lines += [f"  {name}:"] * bool(block) + [f"    {line}" for row in block for line in str(row).split("\n")]
         return "\n".join(lines)
+
+
+LETTERS = {  # of the kinds of locals, as their names begin
+    "value": "v",  # of the forward
+    "gradient": "g",  # of a value
+    "dy": "dy",  # of a call, joined from the gradients of its outputs
+    "part": "part",  # a gradient that is added to another one
+    "residuals": "n",  # of a call
+    "held": "h",  # residuals of a call, for later
+    "tree": "N",  # residuals of a scope, as the forward makes them
+    "pending": "p",  # of a call
+    "dx": "d",  # of a call
+    "dparams": "q",  # of a call
+    "recomputed": "a",  # the y of a call
+    "recipe": "r",  # what the y of a call is recomputed from
+    "begun": "begun",  # the work that a call began before its turn
+    "values": "E",  # that a piece reads and writes
+    "gradients": "G",  # that a piece reads and adds to
+    "result": "out",  # of a piece
+    "joint": "j",  # the weight gradients of a piece
+}
+
+
+class Local(str):
+    """The name of a local of a program's function: its kind, and the number of the value, call, scope or piece that it is about."""
+
+    kind: str
+    number: int
+
+
+def local(kind: str, number: int) -> Local:
+    name = Local(f"{LETTERS[kind]}{number}")
+    name.kind, name.number = kind, number
+    return name
+
+
+def is_a(name: str, kind: str) -> TypeGuard[Local]:
+    """Whether a name is that of a local of a kind; `None`, and names without a number, are of none."""
+    return type(name) is Local and name.kind == kind
 
 
 class Group(tuple[Any, ...]):
@@ -105,7 +144,9 @@ def locals_of(row: Row) -> set[str]:
     return own.union(*[locals_of(inner) for inner in (*row.then, *row.otherwise)])
 
 
-def recomputed(rows: Iterable[Row], recompute: Callable[[str, bool], list[Row]], known: Iterable[str] = (), held: Any = ()) -> Any:
+def recomputed(
+    rows: Iterable[Row], recompute: Callable[[Local, bool], list[Row]], known: Iterable[str] = (), held: Any = ()
+) -> Any:
     """The rows, with `recompute(name, held)` before the first reader of each recomputed y, in each block by itself. `held`: the
     recomputed ys whose residuals are in locals, as a piece took the trees."""
     found: list[Row] = []
@@ -113,9 +154,11 @@ def recomputed(rows: Iterable[Row], recompute: Callable[[str, bool], list[Row]],
 
     def bring(row: Row) -> None:
         """Put the recomputation of each y that a row reads before it, in the order in which they read each other."""
-        for name in [name for name in row.reads if name[0] == "a" and name not in known]:
+        for name in row.reads:
+            if not is_a(name, "recomputed") or name in known:
+                continue
             known.add(name)
-            rows = recompute(name, "h" + name[1:] in held or row.kind == "recomputed")
+            rows = recompute(name, local("held", name.number) in held or row.kind == "recomputed")
             for one in rows:
                 bring(one)
             found.extend(rows)
@@ -150,8 +193,8 @@ def released(rows: tuple[Row, ...], held: Iterable[str] = ()) -> tuple[Row, ...]
     return tuple(found)
 
 
-def part_names(letter: str, part: Any, whole: bool = False) -> list[str]:
-    """The locals of the calls in the tree of a part. Scopes that need nothing are left out, unless `whole`."""
+def part_names(kind: str, part: Any, whole: bool = False) -> list[Local]:
+    """The locals of a kind of the calls in the tree of a part. Scopes that need nothing are left out, unless `whole`."""
     if not isinstance(part, Scope):
-        return [f"{letter}{part.index}"]
-    return [name for one in part.parts.values() for name in part_names(letter, one, whole)] if whole or part.needs else []
+        return [local(kind, part.index)]
+    return [name for one in part.parts.values() for name in part_names(kind, one, whole)] if whole or part.needs else []

@@ -1,8 +1,7 @@
 """The printer: rows as the text of a function, straight-line Python with a few lines a call, no loop, no lookup.
 
-Locals, with the number of their value, call or scope: v value, g its gradient; n residuals of a call, h the same held for later, N
-of a scope, p pending, d gradient of x, q of params, a recomputed y, r what it is recomputed from; E and G the values and gradients
-that a rule reads, out and j its results; P params, K residuals, W pending, I accumulators of a scope.
+The kinds of locals are in `rows.LETTERS`. Beside them are the trees of a scope, with its number: P params, K residuals, W pending,
+I accumulators, and t whether K or W was given away.
 
 What the ops' own functions check at every call is tested here by source that only says yes or no. If it says no, and while a
 compiler traces, the ops' own functions run, and raise the error.
@@ -21,7 +20,7 @@ from funcops.engine.contract import functions
 from funcops.engine.contract.marks import versions
 from funcops.engine.program import run
 from funcops.engine.program.lower import Call, Scope
-from funcops.engine.program.rows import Row
+from funcops.engine.program.rows import Row, local
 from funcops.engine.program.rules import Piece
 from funcops.engine.program.run import joined
 from funcops.engine.program.templates import ARGUMENTS, CONSTANTS, EXPRESSIONS, LINES, half_of, number
@@ -110,9 +109,9 @@ class Fields(dict[str, Any]):
         return EXPRESSIONS[name](self, row)
 
     def tree(self, leaf: str, node: str, at: Scope | Call) -> str:
-        """The tree of the calls' locals named `leaf`, as an expression."""
+        """The tree of the calls' locals of kind `leaf`, as an expression."""
         if isinstance(at, Call):
-            return f"{leaf}{at.index}"
+            return local(leaf, at.index)
         parts = "".join(f"{name!r}: {self.tree(leaf, node, part)}, " for name, part in at.parts.items()).removesuffix(", ")
         if node == "gradients":
             node = "tied gradients" if at.ties else "dict"
@@ -121,5 +120,5 @@ class Fields(dict[str, Any]):
             return "None"
         if node == "pending tree":
             sources = [(name, part) for name, part in at.parts.items() if isinstance(part, Call) and part.source]
-            parts += "".join(f", {run.recipe_of(name)!r}: r{part.index}" for name, part in sources)
+            parts += "".join(f", {run.recipe_of(name)!r}: {local('recipe', part.index)}" for name, part in sources)
         return LINES[node].format_map(Fields(self.source, Row(node, at, data=(parts,))))

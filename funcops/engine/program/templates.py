@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from funcops.engine.program.lower import Call, Place, Scope
-from funcops.engine.program.rows import Row
+from funcops.engine.program.rows import Row, is_a
 
 ARGUMENTS = {"forward": "P, main, extras", "backward": "K, dy, I", "dgrad": "K, dy", "wgrad": "W, I", "products": "W, I"}
 
@@ -213,7 +213,7 @@ HALVES |= {kind: "recompute" for kind in LINES if "recompute" in kind}
 def half_of(row: Row) -> str | None:
     """The half that a row computes, or None if it runs no operator."""
     half = HALVES.get(row.kind)
-    return "bwd" if half == "dgrad" and any(name[0] == "q" for name in row.writes) else half
+    return "bwd" if half == "dgrad" and any(is_a(name, "dparams") for name in row.writes) else half
 
 
 def number(of: Any) -> int:
@@ -226,6 +226,11 @@ def part(tree: str, place: Place | None) -> str:
     if place is None:
         return "None"
     return tree if place.scope is None else f"{tree}{place.scope.index}[{place.name!r}]"
+
+
+def _is_node(name: str) -> bool:
+    """Whether a local holds residuals from which a y is recomputed: `h`, or held before under a name with a number."""
+    return name == "h" or is_a(name, "held")
 
 
 def _bundle(main: Any, takes: Iterable[Any], labels: tuple[str, ...]) -> str:
@@ -254,7 +259,7 @@ EXPRESSIONS: dict[str, Callable[[Any, Row], Any]] = {
     "name": lambda fields, row: repr(row.of.place.name),
     "path": lambda fields, row: repr(row.of.path),
     "donated": lambda fields, row: f"t{row.of.place.scope.index}" if row.of.place.scope is not None else "False",
-    "node": lambda fields, row: row.reads[0] if row.reads and row.reads[0][0] == "h" else part("K", row.of.place),
+    "node": lambda fields, row: row.reads[0] if row.reads and _is_node(row.reads[0]) else part("K", row.of.place),
     "n": lambda fields, row: row.reads[0] if row.reads else "h",
     "marks": _marks,
     "into": lambda fields, row: part("I", row.of.place),
@@ -266,11 +271,13 @@ EXPRESSIONS: dict[str, Callable[[Any, Row], Any]] = {
     "items": lambda fields, row: ", ".join(f"{v}: {one}" for v, one in zip(row.data[0], row.reads, strict=True)),
     "trees": lambda fields, row: ", ".join(f"{scope}: K{scope}" for scope in row.data[3]),
     "filling": lambda fields, row: f", {row.of.fields!r}, {row.reads[0]}" if row.reads else "",
-    "ys": lambda fields, row: f", {{{', '.join(f'{one[1:]}: {one}' for one in row.reads if one[0] == 'a')}}}" * bool(row.data[5]),
+    "ys": lambda fields, row: (
+        f", {{{', '.join(f'{one.number}: {one}' for one in row.reads if is_a(one, 'recomputed'))}}}" * bool(row.data[5])
+    ),
     "all_params": lambda fields, row: "".join(f"{part('P', call.place)}, " for call in row.of.calls),
     "all_pending": lambda fields, row: "".join(f"{one}, " for one in row.reads),
     "all_into": lambda fields, row: "".join(f"{part('I', call.place)}, " for call in row.of.calls),
     "kept": lambda fields, row: ", ".join(f"{name!r}: {one}" for name, one in zip(row.of.parts, row.reads, strict=True)),
-    "pending": lambda fields, row: fields.tree("p", "pending tree", row.of),
-    "gradients": lambda fields, row: fields.tree("q", "gradients", row.of),
+    "pending": lambda fields, row: fields.tree("pending", "pending tree", row.of),
+    "gradients": lambda fields, row: fields.tree("dparams", "gradients", row.of),
 }

@@ -8,7 +8,7 @@ from typing import Any
 from funcops.engine.contract.op import NoneType, raw_of
 from funcops.engine.contract.schema import Saved
 from funcops.engine.program.lower import Call, Lowered, Place, Scope
-from funcops.engine.program.rows import Group, Row, Rows, part_names, recomputed, released
+from funcops.engine.program.rows import Group, Local, Row, Rows, local, part_names, recomputed, released
 from funcops.engine.program.rules import Cover, Piece, Rule, Saving
 
 
@@ -45,19 +45,19 @@ class Weights(Rows):
 
     def fill(self, call: Call, source: Call) -> None:
         """Put the recomputed y of `source` into the call's pending."""
-        p = f"p{call.index}"
-        self.row("fill own" if call in self.bare else "fill", call, (p, f"a{source.index}"), (p,), needs=call.needs)
+        p = local("pending", call.index)
+        self.row("fill own" if call in self.bare else "fill", call, (p, local("recomputed", source.index)), (p,), needs=call.needs)
 
-    def recompute(self, name: str, held: bool = False) -> list[Row]:
+    def recompute(self, name: Local, held: bool = False) -> list[Row]:
         """The rows that recompute a y: from the residuals in their tree, or `held` in a local."""
-        index = int(name[1:])
+        index = name.number
         call = next(call for call in self.lowered.calls if call.index == index)
-        given = () if call.recomputed_by is None else (f"a{call.recomputed_by.index}",)
+        given = () if call.recomputed_by is None else (local("recomputed", call.recomputed_by.index),)
         if self.trees == "W":
             return [Row("recompute from a recipe", call, given, (name,), path=call.path)]
         raw = raw_of(call.op.recompute)
         fast = raw is not None and self.testable(call.residuals)
-        node = Row("node", call, (f"h{index}",) * held, path=call.path)
+        node = Row("node", call, (local("held", index),) * held, path=call.path)
         if not given:
             return [node, Row("recompute unchecked" if fast else "recompute", call, (), (name,), (raw,), path=call.path)]
         checked = Row("recompute from x", call, ("h", *given), (name,), (call.fields,), path=call.path)
@@ -76,12 +76,12 @@ class Weights(Rows):
         own = [call for call in calls if call.op.params is not NoneType]
         for call in calls:
             if call not in own:
-                self.row("none", None, (), (f"q{call.index}",))
+                self.row("none", None, (), (local("dparams", call.index),))
         if not own or rule is None or not rule.joint:
             self._one_by_one(own)
             return
-        j, found = f"j{own[0].index}", Group(f"q{call.index}" for call in own)
-        waiting, kind = [f"p{call.index}" for call in own], "products" if self.which == "products" else "wgrads"
+        j, found = local("joint", own[0].index), Group(local("dparams", call.index) for call in own)
+        waiting, kind = [local("pending", call.index) for call in own], "products" if self.which == "products" else "wgrads"
         self.row(f"joint {kind}", Piece(tuple(own), rule, Saving()), waiting, (j,))
         unpacked = (*self.block(self.row, "unpack", None, (j,), found.names, found), *self.block(self._empty, own))
         self.row("choice", None, (j,), (), path=None, then=self.block(self._one_by_one, own), otherwise=unpacked)
@@ -89,24 +89,24 @@ class Weights(Rows):
     def _empty(self, calls: Sequence[Call]) -> None:
         for call in calls:
             if call in self.bare:
-                self.row("empty", call, (f"p{call.index}",))
+                self.row("empty", call, (local("pending", call.index),))
 
     def _one_by_one(self, calls: Sequence[Call]) -> None:
         for call in calls:
             self.at(call.path)
             if self.which == "products":
-                self.row("products", call, (f"p{call.index}",))
+                self.row("products", call, (local("pending", call.index),))
             elif call.index in self.begins:
-                self.row("begun wgrad", call, (f"p{call.index}",), (f"q{call.index}",))
+                self.row("begun wgrad", call, (local("pending", call.index),), (local("dparams", call.index),))
                 self.flying[call] = False
             elif call in self.bare:
                 self._bare(call)
             else:
-                self.row("wgrad", call, (f"p{call.index}",), (f"q{call.index}",))
+                self.row("wgrad", call, (local("pending", call.index),), (local("dparams", call.index),))
 
     def _bare(self, call: Call) -> None:
         """The weight gradient of a pending without a cell: without its op's checks, if a test says that it would pass them."""
-        p, q = (f"p{call.index}",), (f"q{call.index}",)
+        p, q = (local("pending", call.index),), (local("dparams", call.index),)
         checked = Row("give", call, p, p, path=call.path), Row("wgrad", call, p, q, path=call.path)
         raw = raw_of(call.op.wgrad)
         if raw is None or not self.testable(call.op.pending):
@@ -122,7 +122,7 @@ class Weights(Rows):
         for call, advanced in [(call, advanced) for call, advanced in self.flying.items() if call is not after]:
             kind = "settle sums" if advanced or call.op.prefetch.advance is None else "advance sums"
             self.at(call.path)
-            self.row(kind, call, (f"q{call.index}",), (f"q{call.index}",))
+            self.row(kind, call, (local("dparams", call.index),), (local("dparams", call.index),))
             if kind == "settle sums":
                 del self.flying[call]
             else:
@@ -163,7 +163,7 @@ class SecondHalf(Weights):
             self.settle(call)
         self.settle()
         root = self.lowered.root
-        self.row(f"return {self.which}", root, part_names("q", root, True))
+        self.row(f"return {self.which}", root, part_names("dparams", root, True))
         return self.finished
 
     def _wait(self, call: Call) -> None:
@@ -177,6 +177,6 @@ class SecondHalf(Weights):
         if kind == "pending" and self.which == "wgrad" and call.index not in self.begins:
             kind = "own pending"  # no other function gets it, so nothing but its own row can take it twice
             self.bare.add(call)
-        self.row(kind, call, (), (f"p{call.index}",), "W")
+        self.row(kind, call, (), (local("pending", call.index),), "W")
         if call.recomputed_by is not None:
             self.fill(call, call.recomputed_by)
