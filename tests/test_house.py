@@ -53,8 +53,7 @@ UNEVEN = {  # how often each file pairs values of unequal or unknown numbers: al
     "adapters/autograd/traced.py": 1,
     "adapters/from_function/partition.py": 2,
     "adapters/graphs/callables.py": 1,
-    "adapters/graphs/check.py": 1,
-    "adapters/graphs/outside.py": 1,
+    "adapters/graphs/check.py": 2,
     "adapters/graphs/recorder.py": 2,
     "adapters/nn/module.py": 1,
     "distributed/boxes.py": 1,
@@ -75,7 +74,7 @@ UNEVEN = {  # how often each file pairs values of unequal or unknown numbers: al
     "library/ops/grouped_wgrads.py": 2,
     "library/ops/qattention.py": 1,
     "memory/policy.py": 1,
-    "testing/kernels.py": 1,
+    "testing/laws.py": 1,
 }
 NEIGHBOURS = re.compile(r"zip\((\w+), \1\[1:\], strict=False\)")
 LENIENT = re.compile(r"strict=\(?False")

@@ -20,7 +20,7 @@ import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,9 +46,33 @@ from funcops.models.families import IGNORED, Family, Rule
 from funcops.models.fields import family_of, read_config, write_config
 from funcops.models.quantized_checkpoints import Coded, Part, coding, parts
 from funcops.models.quantized_writing import Unwritten, coded_tensors, codes_of, shape_of
-from funcops.models.row_orders import row_order
 
 __all__ = ["from_hf", "open_hf", "to_hf"]
+
+
+if TYPE_CHECKING:
+    from funcops.models.decoder import DecoderConfig
+
+
+def row_order(kind: str, count: int, parts: int, cfg: DecoderConfig) -> Tensor | None:
+    """The row of the tensors for each of `count` rows of params, which are `parts` leaves one below the other; None if the order is
+    the same. `kind`: `Rule.order`."""
+    rows = torch.arange(count)
+    if kind == "evens_first":
+        return torch.cat((rows[::2], rows[1::2]))
+    if kind == "turning_first":
+        assert cfg.latent is not None
+        return rows.view(cfg.heads, -1).roll(cfg.latent.rope_size, 1).flatten()
+    if kind == "by_head":
+        return torch.cat([part.flatten() for part in rows.view(cfg.heads, -1).chunk(parts, 1)])
+    if kind == "by_key_head":
+        assert cfg.linear is not None
+        of = cfg.linear
+        values = of.values // of.key_heads
+        sizes = [of.key_size, of.key_size, values, values] if parts == 4 else [of.value_heads // of.key_heads] * parts
+        return torch.cat([part.flatten() for part in rows.view(of.key_heads, -1).split(sizes, 1)])
+    return None
+
 
 PLAIN = tuple(code for dtype in FLOATS for code, of in CODES.items() if of is dtype)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

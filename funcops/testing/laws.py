@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops.engine import random
-from funcops.engine.backend import wants_triton, wide
+from funcops.engine.backend import select, wants_triton, wide
+from funcops.engine.backend.declare import KERNELS, Kernel, watched
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.contract.schema import Saved
@@ -32,15 +36,123 @@ from funcops.engine.trees import (
     tree_map_tensors,
 )
 from funcops.testing.case import FLOATS, Case
+from funcops.testing.checks import equal_bits, poisoned_empties, run, same_bits
 from funcops.testing.checks import equal_bits as _same
 from funcops.testing.checks import float_like as float_like
-from funcops.testing.checks import poisoned_empties, run, same_bits
 from funcops.testing.frugal import law_frugal
 from funcops.testing.guarded import law_guarded
-from funcops.testing.kernels import kernels_checked
-from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.loud import law_loud
 from funcops.testing.tolerances import assert_close
+
+_lock, _blocks = threading.Lock(), 0
+
+
+@contextlib.contextmanager
+def kernels_checked() -> Iterator[None]:
+    """A block in which every eager call of a kernel is checked. Raises `AssertionError` in a call that breaks a rule."""
+    with select.chosen(select.choice()):  # in any block a call asks `choose`, on the CPU too
+        _count(1)
+        try:
+            yield
+        finally:
+            _count(-1)
+
+
+def _count(by: int) -> None:
+    global _blocks
+    with _lock:
+        _blocks += by
+        for kernel in list(KERNELS) if _blocks == (by > 0) else ():
+            kernel.scope["choose"] = functools.partial(_choose, kernel) if by > 0 else kernel.choose
+
+
+def _choose(kernel: Kernel, first: Tensor) -> Any:
+    chosen = kernel.choose(first)
+    return chosen if watched() else functools.partial(_checked, kernel, chosen)
+
+
+def _checked(kernel: Kernel, chosen: Any, *args: Any) -> Any:
+    names = kernel.torch_impl.__code__.co_varnames
+    before = tree_map_tensors(torch.clone, args)
+    result = chosen(*args)
+    for name, arg, was in zip(names, args, before, strict=False):
+        for t, old in zip(tensors(arg), tensors(was), strict=True):
+            same = name in kernel.mutates or equal_bits(t, old)
+            assert same, f"kernel {kernel.name!r} wrote to {name}: write to a tensor of its own, or declare mutates=({name!r},)"
+            shared = [t.numel() > 0 and _memory(r) == _memory(t) for r in tensors(result)]
+            assert not any(shared), f"kernel {kernel.name!r} returned memory of {name}: a kernel returns fresh tensors"
+    if chosen is not kernel.torch_impl:
+        got, want = (one if isinstance(one, tuple) else (one,) for one in (result, kernel.torch_impl(*before)))
+        said = f"Triton returned {', '.join(map(describe, got))}, torch {', '.join(map(describe, want))}"
+        right = len(got) == len(want) and all(map(_alike, got, want))
+        assert right, f"kernel {kernel.name!r}: {said}"
+    return result
+
+
+def _alike(got: Any, want: Any) -> bool:
+    """Whether two results have one form; a torch body may add up at once, [1, N], what Triton returns as partial sums, [P, N]."""
+    if not isinstance(got, Tensor) or not isinstance(want, Tensor):
+        return got is want
+    summed = want.dim() == got.dim() > 1 and want.shape[0] == 1 and want.shape[1:] == got.shape[1:]
+    return got.dtype is want.dtype and (got.shape == want.shape or summed)
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+Layout = Callable[[Tensor], Tensor]
+FAR = 977  # a stride that no code expects
+
+
+def column_major(t: Tensor) -> Tensor:
+    """Lay t out with stride 1 in the first dimension."""
+    back = list(reversed(range(t.dim())))
+    return t.permute(back).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+def transposed(t: Tensor) -> Tensor:
+    """Exchange the last two dimensions in memory."""
+    return t if t.dim() < 2 else t.mT.clone(memory_format=torch.contiguous_format).mT
+
+
+def rolled(t: Tensor) -> Tensor:
+    """Make the last dimension the outermost one in memory."""
+    return t if t.dim() < 2 else t.movedim(-1, 0).clone(memory_format=torch.contiguous_format).movedim(0, -1)
+
+
+def spread(t: Tensor) -> Tensor:
+    """Lay t out as every second element of a row."""
+    return _within(t, (*t.shape, 2), (..., 0))
+
+
+def sliced(t: Tensor) -> Tensor:
+    """Lay the rows out within rows that are longer by 3: with an offset, and unaligned addresses."""
+    if t.dim() == 0:
+        return spread(t)
+    return _within(t, (*t.shape[:-1], t.shape[-1] + 3), (..., slice(1, -2)))
+
+
+def odd_ones(t: Tensor) -> Tensor:
+    """Change the strides of dimensions of size 1 of a contiguous tensor, which have no effect."""
+    t = t.contiguous()
+    strides = [FAR if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)]
+    return t.as_strided(t.shape, strides, t.storage_offset())
+
+
+def _within(t: Tensor, shape: tuple[int, ...], place: Any) -> Tensor:
+    """Lay t out in a part of a larger tensor, whose other elements are NaN (of integers: 0)."""
+    room = t.new_full(shape, float("nan") if t.is_floating_point() else 0)
+    room[place] = t
+    return room[place]
+
+
+LAYOUTS: dict[str, Layout] = {f.__name__: f for f in (column_major, transposed, rolled, spread, sliced, odd_ones)}
+
+
+def expanded(t: Tensor, dim: int) -> Tensor:
+    """Repeat the first values of t along `dim`, with stride 0; this layout changes the values."""
+    return t.narrow(dim, 0, min(1, t.shape[dim])).expand(t.shape) if t.dim() else t
 
 
 def law_split(case: Case, dtype: torch.dtype) -> None:

@@ -49,7 +49,7 @@ from funcops.engine.contract.needs import Needs
 from funcops.engine.errors import GradModeError
 from funcops.engine.residuals import Compress, Offload, Policy, Recompute
 from funcops.engine.trees import cast, flatten, paths, put, tensors, tree_map, tree_map_tensors
-from funcops.testing.layouts import LAYOUTS
+from funcops.testing.laws import LAYOUTS
 from funcops.testing.tolerances import assert_close
 
 BODY = ChainConfig(

@@ -44,7 +44,7 @@ from funcops.library.kernels.quantize import quantize_row
 from funcops.low_precision import MXFP8, Format, Fp8Block, Fp8Current, Fp8Delayed, Recipe, quantize_params, recipe_init
 from funcops.testing import LAWS, Case
 from funcops.testing.checks import float_like, same_bits
-from funcops.testing.layouts import LAYOUTS
+from funcops.testing.laws import LAYOUTS
 
 HOW = [("e4m3", 128, "pow2"), ("e5m2", 128, "float32"), ("e4m3", 32, "e8m0")]
 

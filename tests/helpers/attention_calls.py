@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from funcops.testing.layouts import LAYOUTS
+from funcops.testing.laws import LAYOUTS
 
 HALVES = (torch.float16, torch.bfloat16)
 

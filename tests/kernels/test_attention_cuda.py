@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.library.kernels import attention
 from funcops.library.kernels.attention import attention_bwd, attention_fwd, cuda_bwd, cuda_fwd
-from funcops.testing.layouts import LAYOUTS
+from funcops.testing.laws import LAYOUTS
 from funcops.testing.tolerances import assert_close
 
 aten = torch.ops.aten

@@ -14,8 +14,7 @@ from funcops.engine.backend import wide
 from funcops.engine.errors import describe
 from funcops.engine.trees import tensors, tree_map_tensors
 from funcops.library.kernels import activation, glu, norm
-from funcops.testing.laws import poisoned_empties
-from funcops.testing.layouts import LAYOUTS, expanded
+from funcops.testing.laws import LAYOUTS, expanded, poisoned_empties
 from funcops.testing.tolerances import assert_close
 
 ELSEWHERE = {  # what holds the kernels that have no formula beside them: obvious bodies, and formulas that a test has already

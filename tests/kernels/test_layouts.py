@@ -32,8 +32,7 @@ from funcops.library.kernels import (
     routing,
 )
 from funcops.library.kernels.grouped import group_of
-from funcops.testing.laws import poisoned_empties
-from funcops.testing.layouts import LAYOUTS, expanded
+from funcops.testing.laws import LAYOUTS, expanded, poisoned_empties
 from funcops.testing.tolerances import assert_close
 
 pytest.importorskip("triton")

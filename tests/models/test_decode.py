@@ -51,7 +51,7 @@ from funcops.models import (
 )
 from funcops.models import cache as cache_module
 from funcops.models.cache import CachedAttentionConfig, CachedParams, cached_attention, check_room, slots, slots_of
-from funcops.models.with_cache import with_cache
+from funcops.models.decode import with_cache
 from funcops.testing.tolerances import DECODING, assert_close
 
 B, T, H, K, D, V = 2, 19, 4, 2, 6, 5

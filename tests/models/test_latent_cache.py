@@ -16,8 +16,8 @@ from funcops.lora.params import lora_init
 from funcops.low_precision import Fp8Block, quantize_params, with_recipe
 from funcops.models import DecoderConfig, KVCache, LatentConfig, cache_init, decode, decoder, decoder_x, generate, roll_back
 from funcops.models.cache import Cache, slots
+from funcops.models.decode import with_cache
 from funcops.models.latent_cache import LatentAttentionConfig, LatentParams, latent_attention
-from funcops.models.with_cache import with_cache
 from funcops.testing.tolerances import DECODING
 
 BASE = dict(vocab=31, dim=8, layers=2, hidden=6, context=32, head_size=4)

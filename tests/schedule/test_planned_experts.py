@@ -19,8 +19,7 @@ from funcops.engine.trees import tensors
 from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, with_recipe
 from funcops.models import DecoderConfig, MoEConfig, decoder, decoder_x, roles
 from funcops.schedule import GPU, GPUS, Decoder, Layout, Mixture, plan_parallel, predict
-from funcops.schedule.expert_costs import expert_times, of_experts
-from funcops.schedule.layout import layer_times, peak, problem, rank_memory, stages_of
+from funcops.schedule.layout import expert_times, layer_times, of_experts, peak, problem, rank_memory, stages_of
 from funcops.schedule.predict import simulated as simulated_of
 from funcops.testing import run_ranks
 

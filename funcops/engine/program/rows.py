@@ -69,7 +69,7 @@ def local(kind: str, number: int) -> Local:
 
 
 def is_a(name: str, kind: str) -> TypeGuard[Local]:
-    """Whether a name is that of a local of a kind; `None`, and names without a number, are of none."""
+    """Whether a name belongs to a local of this kind; `None`, and a name without a number, have none."""
     return type(name) is Local and name.kind == kind
 
 
