@@ -81,9 +81,11 @@ class _Read(NamedTuple):
 
 class _Utils:
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        # module, function, registers, spills, threads: Triton refuses a kernel with more threads than the last
         return 0, 1, 32, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
+        # the most of all targets: a kernel that is too big for another one is built, and a test finds it
         return {"max_shared_mem": 232448, "multiprocessor_count": 132}
 
 
@@ -100,7 +102,7 @@ class StubDriver:
     device."""
 
     launcher_cls, utils, stands_in = _Launch, _Utils(), True
-    _numbers = itertools.count(1000)
+    _numbers = itertools.count(1000)  # above the numbers of real devices
 
     def __init__(self, target: GPUTarget) -> None:
         self.target, self.number = target, next(self._numbers)
@@ -190,6 +192,7 @@ def _read_nvidia(asm: Any) -> _Read:
         sass = tool("nvdisasm", "-c") if "mma" in asm["ptx"] else ""
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
     opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)[.\w]*", sass, re.M)
+    # an instruction has 16 bytes on each of these NVIDIA targets
     return _Read(registers, stack, set(opcodes), _code_bytes(asm["cubin"]) // 16)
 
 
@@ -197,7 +200,7 @@ def _code_bytes(cubin: bytes) -> int:
     """The size of the executable sections of a 64-bit ELF file (System V ABI, section headers)."""
     offset, size, count = *struct.unpack_from("<Q", cubin, 0x28), *struct.unpack_from("<2H", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", cubin, offset + i * size) for i in range(count)]
-    return sum(header[5] for header in headers if header[2] & 4)
+    return sum(header[5] for header in headers if header[2] & 4)  # SHF_EXECINSTR, which marks code
 
 
 def _read_amd(asm: Any) -> _Read:
@@ -207,4 +210,5 @@ def _read_amd(asm: Any) -> _Read:
         for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
     )
     opcodes = re.findall(r"^\t([a-z][a-z0-9_]+)\s", text, re.M)
+    # AMD counts registers of 4 bytes, and `spills` is in bytes
     return _Read(registers, 4 * (vector + scalar), set(opcodes), len(opcodes))

@@ -80,6 +80,7 @@ class Kernel:
         self.mutates, self.library, self.product, self.opaque = mutates, library, product, opaque
         self.torch_impl = body
         self.triton_impl: Implementation | None = None
+        # a kernel declared elsewhere has no file in our families
         self.unsought = body.__module__.startswith("funcops.")
         self.fake_impl: Implementation = body
         self.formula: Implementation | None = None
@@ -117,6 +118,7 @@ class Kernel:
         if self._operator is None:
             require(self.triton_impl is not None, self.name, "backend 'triton'", "implemented", "no implementation")
             with _defining:
+                # asked again under the lock: another thread may have defined it meanwhile
                 self._operator = self._operator or self._define(self.name, self.triton_impl)
         return self._operator
 
@@ -129,6 +131,7 @@ class Kernel:
 
     def _define(self, name: str, implementation: Implementation | None) -> Implementation:
         operators.define(name + _schema(self.torch_impl, self.mutates))
+        # one for every device, as the implementation is chosen before the operator is called
         operators.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"funcops::{name}", functools.partial(_contiguous, self.fake_impl), lib=operators)
         return getattr(torch.ops.funcops, name).default  # type: ignore[no-any-return]
@@ -148,6 +151,7 @@ class Kernel:
 
     def choose(self, first: Tensor) -> Implementation:
         """The implementation for tensors like `first`, in the current mode."""
+        # without a block or a variable the device decides, and no context is read
         wanted = select.wants_triton(first) if select.chosen_anywhere else first.is_cuda
         if self.library or not wanted or first.dtype is torch.float64:
             return self._by_torch() if self.opaque else self.torch_impl
@@ -282,6 +286,7 @@ def _write_call(body: Implementation, declared: Kernel) -> Any:
     parameters = inspect.signature(body).parameters
     names = list(parameters)
     defaults = [name if p.default is p.empty else f"{name}={p.default!r}" for name, p in parameters.items()]
+    # the tensors of a list are on one device, so the first one decides
     first = names[0] + ("[0]" if str(body.__annotations__[names[0]]).startswith("list") else "")
     scope = declared.scope = {"body": body, "select": select, "choose": declared.choose, "watched": watched}
     KERNELS.add(declared)

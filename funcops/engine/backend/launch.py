@@ -107,12 +107,14 @@ def _collecting(found: list[Launched], *, planning: bool) -> Iterator[list[Launc
     global _collected, _planning
     before = _collected, _planning
     _collected, _planning = found, planning
+    # a launch that hits its cache would not be collected
     for _, cache in _launchers:
         cache.clear()
     try:
         yield found
     finally:
         _collected, _planning = before
+        # what a plan put there runs nothing, and must not outlive it
         for _, cache in _launchers:
             cache.clear()
 
@@ -135,6 +137,7 @@ def launcher(kernel: Any) -> Callable[..., None]:
         launched = Launched(kernel, grid, dict(zip(names, arguments, strict=True)), told, None)
         if not _planning:
             launched = launched.compile()
+        # with hooks every launch comes here, but each specialisation is collected once
         if _collected is not None and key not in cache:
             _collected.append(launched)
         compiled = launched.compiled
@@ -182,18 +185,23 @@ def _hit(compiled: Any, arguments: tuple[Any, ...], descriptors: int) -> tuple[A
     plain = run, function, (packed, None, None, None), None
     on_host = any([t.is_cpu for t in arguments if isinstance(t, torch.Tensor)]) and not getattr(driver._active, "stands_in", False)
     scratch = [getattr(run, name, 0) for name in ("global_scratch_size", "profile_scratch_size")]
+    # a descriptor may be None, which cannot be encoded: Triton sees to such a launch
     none_left_out = descriptors == sum([hasattr(a, "block_shape") for a in arguments])
+    # Triton's launcher allocates scratch memory for each launch, and checks tensors in the host's memory
     if on_host or any(scratch) or not none_left_out or not hasattr(run, "launch") or torch.version.hip is not None:
         return plain
     probe, found = copy.copy(run), []
+    # asks Triton's launcher how it passes its arguments on, and launches nothing
     probe.launch = lambda *given: found.append(given)
     first = *[object() for _ in range(4)], function  # the grid, the stream and the function
     probe(*first, packed, None, None, None, *arguments)
     (given,), direct = found, run.launch
+    # a version that passes them in another way keeps its launcher
     if not _same(given[:5], first):
         return plain
     encode = _encoded(compiled.metadata) if descriptors else _nothing
     if isinstance(given[-1], tuple) and _same(given[-1], arguments):
+        # past the wrapper that would encode the descriptors again
         direct = driver.active.utils.launch if encode is not _nothing else direct
         return (direct, function, given[5:-1], encode) if encode is not None else plain
     if encode is _nothing and _same(given[-len(arguments) :], arguments):  # Triton 3.6 takes them one by one

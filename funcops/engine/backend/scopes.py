@@ -109,6 +109,7 @@ class named_scope:
     """
 
     def __init__(self, name: str, half: str = "") -> None:
+        # tested here first, as every step of a named program makes a scope
         if type(name) is not str or type(half) is not str:
             require_type("named_scope", "name", name, str)
             require_type("named_scope", "half", half, str)
@@ -120,6 +121,7 @@ class named_scope:
             self.entered = True
 
     def __exit__(self, *error: object) -> None:
+        # not `on`, which may have changed inside the block
         if self.entered:
             self.entered = False
             leave()
@@ -165,6 +167,7 @@ def enter(name: str, half: str) -> None:
 def leave() -> None:
     if torch.compiler.is_dynamo_compiling():
         torch.ops.funcops.scope_end(_token)
+    # nothing is open if `leave_all` came first
     elif _thread.open:
         _thread.open.pop()[1].close()
 
@@ -177,6 +180,7 @@ def leave_all() -> None:
 
 def kept(residuals: Any) -> None:
     """Pass the residuals of a forward to the observers, if it is in no other step."""
+    # a program inside a step has the step's half: the outermost one has its residuals in its own
     if observers and not label().half and not torch.compiler.is_dynamo_compiling():
         for observe in observers:
             observe(label(), residuals)
@@ -220,6 +224,7 @@ BEGIN, END = "scope begins: ", "scope ends"
 def _begin(token: torch.Tensor, name: str, half: str) -> None:
     made = label().inside(name, half)
     names.setdefault(str(made), made)
+    # with nothing to end: a compiled step is two instants in a profile, not a range
     _thread.open.append((made, ExitStack()))
     with torch.profiler.record_function(BEGIN + str(made)):  # an instant: a range must not outlast the operator that opens it
         pass
@@ -237,5 +242,6 @@ def _nothing(*args: Any) -> None:
 
 
 for _name, _run in (("scope_begin", _begin), ("scope_end", _end)):
+    # the token is on the CPU, wherever the step runs
     _operators.impl(_name, _run, "CPU")
     _operators.impl(_name, _nothing, "Meta")

@@ -32,6 +32,7 @@ def _checked(name: str | None, where: str, among: tuple[str, ...] = BACKENDS) ->
 
 
 DEFAULT: Choice = (
+    # an empty variable counts as none
     _checked(os.environ.get("FUNCOPS_BACKEND") or None, "FUNCOPS_BACKEND"),
     _checked(os.environ.get("FUNCOPS_GEMM") or None, "FUNCOPS_GEMM", PROVIDERS),
 )
@@ -75,6 +76,7 @@ def chosen(found: Choice) -> Iterator[None]:
 def _count(by: int) -> None:
     global _blocks, _chosen_in_a_block, chosen_anywhere
     with _lock:
+        # counted over all threads, whose blocks end in any order
         _blocks += by
         _chosen_in_a_block = _blocks > 0
         chosen_anywhere = _chosen_in_a_block or DEFAULT[0] is not None
@@ -104,6 +106,7 @@ def backend(name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _backend(name: str) -> Iterator[None]:
+    # the choice of products stays what it is around the block
     with chosen((name, choice()[1])):
         yield
 

@@ -23,10 +23,12 @@ def compile_source(what: str, text: str, scope: dict[str, Any]) -> dict[str, Any
     >>> scope["double"](4), inspect.getsource(scope["double"]).splitlines()[1]
     (8, '    return two * x')
     """
+    # numbered, as `linecache` would show another text of the same name
     file = f"<funcops {what}, {next(_numbers)}>"
     exec(compile(text, file, "exec"), scope)
     made = [one for one in scope.values() if isinstance(one, FunctionType) and one.__code__.co_filename == file]
     if made:
+        # without a time of change: `checkcache` would drop an entry whose file does not exist
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
         weakref.finalize(made[-1], linecache.cache.pop, file, None).atexit = False
     return scope
@@ -57,6 +59,7 @@ def literal(key: Any) -> str:
     ("'up'", '3')
     """
     for kind in (str, int):
+        # `int.__repr__(True)` is '1'
         if isinstance(key, kind) and type(key) is not bool:
             return kind.__repr__(key)
     return repr(key)

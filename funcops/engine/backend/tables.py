@@ -43,6 +43,7 @@ class Tables:
         """The table of `key` on `device`; `make()` returns its tensors, on the host, and a note."""
         on_cuda = device.type == "cuda"
         if tracing():
+            # made under a tracer a table may be fake, and must not get into the cache
             return _copied(device, *make(), pinned=False)
         key = device, key, torch._C._cuda_getCurrentRawStream(device.index) if on_cuda else 0
         capturing = on_cuda and torch.cuda.is_current_stream_capturing()
@@ -54,6 +55,7 @@ class Tables:
                 return table
         elif capturing:
             hold(table)
+        # at the end, as the one used last: `popitem` takes the oldest
         self.cache[key] = table
         if len(self.cache) > self.kept:
             self.cache.popitem(last=False)

@@ -52,6 +52,7 @@ def add_fwd(
         fail("add_fwd", "x", "a tuple (a, b)", describe(x), TypeError)
     a, b = x
     check("add_fwd", "x.0", a, (...,), FLOATS)
+    # nothing is broadcast: da and db are dy itself, and not sums of it
     check("add_fwd", "x.1", b, a.shape, a.dtype, a)
     return a + b, add_kept(cfg, needs, x)
 

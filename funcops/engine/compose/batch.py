@@ -59,6 +59,7 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
         _check_all(op, pendings, cfg, into)
     found: dict[Any, list[Any]] = {}
     for pending in pendings:
+        # a gradient that cannot be joined is in `sums` when the call returns, and not among the products
         for product in op.products(pending, cfg, into=sums):
             found.setdefault(type(product), []).append(product)
     for kind, products in found.items():
@@ -72,6 +73,7 @@ def _check_all(op: Op, pendings: Sequence[Any], cfg: Any, into: Any) -> None:
     for i, pending in enumerate(pendings):
         where, node = f"batch_wgrads: pendings.{i}", pending
         if type(pending) is Donated:
+            # looked at and left in its cell: `op.products` takes it, once every pending has passed
             node = pending._node
             if node is None or id(pending) in given:
                 raise DonatedError(f"{where}: must be unused, got one that was given away and taken")
@@ -110,6 +112,7 @@ def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> tuple[Any, Any]:
         for node in [p._node if type(p) is Donated else p for p in pendings]
     }
     shaped = reduce(lambda a, b: tree_map(_wider, a, b), [_abstract(op, node, cfg) for node in forms.values()])
+    # a real tensor to make the sums like: zeros made of a fake one would be fake, too
     like = next((t for node in forms.values() for t in tensors(node)), None)
 
     def zeros(t: Any) -> Any:

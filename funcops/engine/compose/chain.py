@@ -84,6 +84,7 @@ class ChainConfig(Composite):
         require(len(set(names)) == len(names), "ChainConfig", "steps", "uniquely named", names)
         _check_routing(self.steps, self.extras, self.outputs)
         keys = tuple(sorted({k for step in self.steps for k in step.keys if k in self.extras}))
+        # a weight in codes counts as one leaf, so its codes and scales are no paths for a tie or a mask
         known = paths(abstract_parts(self.steps), is_leaf=stands_for_one)
         losses = [step.name for step in self.steps if ends_joint(step.op)]
         right = isinstance(self.joined, tuple) and all(name in losses for name in self.joined)
@@ -91,6 +92,7 @@ class ChainConfig(Composite):
             right, "ChainConfig", "joined", f"a tuple of names of losses ({', '.join(losses) or 'none here'})", repr(self.joined)
         )
         note(self, runs=joined_steps(self.steps, self.joined))
+        # `programs` is a cache on the config: it goes when the config goes, and a look-up hashes no config
         note(self, keys=keys, names=dict.fromkeys(names), recomputed=_recomputed(self.steps, self.recompute), programs={})
         note(self, ties=resolved_ties("ChainConfig", self.ties, known), known=tuple(p for p, t in known.items() if t is not None))
         self.follow("ChainConfig", "", None)
@@ -110,6 +112,7 @@ class ChainConfig(Composite):
 
     def as_run(self) -> ChainConfig:
         """The config of the steps as they run."""
+        # a joined loss is an identity by now, which `joined` may not name
         return dataclasses.replace(self, steps=self.runs, joined=()) if self.joined else self
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
@@ -152,6 +155,7 @@ class ChainConfig(Composite):
             wanted = step.needs(live, params)
             found.append(wanted)
             for name in ("", *step.given):
+                # the y of a step that needs nothing needs no gradient, so the steps before the first that does keep nothing
                 live[name] = wanted.any
         return tuple(found)
 
@@ -162,6 +166,7 @@ def _recomputed(steps: tuple[Step, ...], recompute: Any) -> frozenset[str]:
     unknown = [] if isinstance(recompute, bool) else [name for name in recompute if name not in names]
     require(not unknown, "ChainConfig", "recompute", f"a bool, or names of steps ({', '.join(names)})", unknown)
     asked = names if recompute is True else set(recompute or ())
+    # `recompute` gives y alone, so a step with further outputs is not recomputed
     return frozenset(step.name for step in steps if step.name in asked and step.op.recompute is not None and not step.given)
 
 
@@ -196,6 +201,7 @@ def _with_tied(where: str, needs: Needs, params: tuple[str, ...], cfg: ChainConf
     for path in params:
         below = [one for one in cfg.known if one == path or one.startswith(path + ".")]
         own = [one for one in below if one not in sources]
+        # a path with tied and other leaves stands for the others: a tied leaf follows its source
         if below and not own:
             fail(where, "needs.params", "paths that are not tied", f"{path!r}, tied to {sources[below[0]]!r}")
         found += [path] if len(own) == len(below) else own
@@ -217,6 +223,7 @@ def resolved_ties(where: str, ties: Any, known: Mapping[str, Any]) -> tuple[tupl
     found = []
     for path, source in sources.items():
         through = [path]
+        # ends at a circle, too, which the check below reports with its whole way
         while source in sources and source not in through:
             through.append(source)
             source = sources[source]
@@ -227,6 +234,7 @@ def resolved_ties(where: str, ties: Any, known: Mapping[str, Any]) -> tuple[tupl
         same = a.shape == b.shape and a.dtype is b.dtype
         require(same, where, "ties", "between leaves of one shape and dtype", f"{path} {describe(a)} and {source} {describe(b)}")
         found.append((path, source))
+    # sorted, so that configs with the same ties are equal, however they were written
     return tuple(sorted(found))
 
 
@@ -251,6 +259,7 @@ def _lower(
             recomputed_by = source if isinstance(source, Call) and source.can_recompute else None
         main, gives, own = rows.step(step, scope, wanted, main, extras, recomputed_by)
         extras |= gives
+        # the steps are reversed, but the rows of each keep the order that its own lowering gave them
         back = own + back
     return main, tuple([extras[name] for name in cfg.outputs]), back
 

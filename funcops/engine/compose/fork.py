@@ -60,6 +60,7 @@ def fork_dgrad(residuals: ForkResiduals, dy: Any, cfg: ForkConfig) -> tuple[Tens
         if part is not None:
             check("fork_dgrad", f"dy.{i}", part, residuals.shape, residuals.dtype)
     a, b = dy
+    # a part without a gradient adds nothing: the other one is dx itself, without a copy
     if not residuals.needs.x or a is None or b is None:
         return (b if a is None else a) if residuals.needs.x else NO_GRADIENT, None
     return a + b, None

@@ -46,6 +46,7 @@ def identity_fwd(
 ) -> tuple[Tensor, IdentityResiduals | None]:
     """`y = x`, the same tensor. Raises `ValueError` or `TypeError` unless x is a float tensor."""
     check("identity_fwd", "x", x, (...,), FLOATS)
+    # the shape and dtype are kept only to check dy by them
     return x, IdentityResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 

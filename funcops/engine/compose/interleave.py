@@ -73,6 +73,7 @@ class InterleaveConfig(OneBody):
         where = "InterleaveConfig"
         check_body(where, self.op, self.cfg)
         require(self.microbatches >= 1, where, "microbatches", "at least 1", self.microbatches)
+        # a key of the op itself is a part of its x, and would be divided as rows are
         require(not self.op.keyed_by(self.cfg), where, "op", "one without a random key (put it in a chain)", self.op.name)
         require_type(where, "by_rows", self.by_rows, tuple)
         known = [name for name in self.cfg.extras if name not in self.cfg.keys]
@@ -82,6 +83,7 @@ class InterleaveConfig(OneBody):
         note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys, tied=bool(ties(self.cfg)))
         recipes = [one.cfg.low_recipe for one in steps(self.cfg, op=self.op)]
         note(self, mixing=(mixing[0].path or self.op.name) if mixing else "")
+        # a single part keeps the keys of its weights as they are, and so has the bits of the body alone
         note(self, rounds=self.microbatches > 1 and any([one is not None and one.stochastic for one in recipes]))
 
     mixing: ClassVar[str]  # the path of the first step that mixes positions
@@ -126,6 +128,7 @@ def _rows(where: str, name: str, tree: Any, cfg: InterleaveConfig, positions: bo
             continue
         if not isinstance(t, Tensor) or t.dim() == 0:
             fail(where, name, "tensors of at least one dimension, which has the rows", describe(t), TypeError)
+        # ids are [rows, positions], activations have features behind these
         if positions and cfg.mixing and t.dim() < 2 + t.is_floating_point():
             wanted = f"with rows before its positions, which {cfg.mixing} mixes (add a dimension, of a multiple of {n})"
             fail(where, name, wanted, describe(t))
@@ -134,6 +137,7 @@ def _rows(where: str, name: str, tree: Any, cfg: InterleaveConfig, positions: bo
         remedy = "pad the batch, or choose another number; packed sequences, which are one row, run one microbatch after another"
         wanted = f"of one number of rows, which {n} microbatches divide ({remedy})"
         fail(where, name, wanted, " and ".join(map(str, sorted(sizes))))
+    # x itself and not a view of it: the body keeps its input as the very same object
     if n == 1:
         return [tree]
     length = sizes.pop() // n if sizes else 0
@@ -147,6 +151,7 @@ def _given(x: Any, cfg: InterleaveConfig) -> list[Any]:
     mains = _rows(where, "x.main" if extras else "x", main, cfg, positions=True)
     if not extras:
         return mains
+    # a dict for each part, as `bundle` puts the folded keys into it
     own = [dict(extras) for _ in mains]
     for name in cfg.by_rows:
         for one, rows in zip(own, _rows(where, f"x.extras.{name}", extras[name], cfg), strict=True):
@@ -186,6 +191,7 @@ def _dys(where: str, dy: Any, cfg: InterleaveConfig) -> list[Any]:
     dy, outputs = outputs_by_layer(where, dy, cfg.outputs, cfg.microbatches, "microbatch")
     found = []
     for main, own in zip(_rows(where, "dy.main", dy, cfg), outputs, strict=True):
+        # None as a whole: so an op is told that no gradient comes
         found.append(None if main is None and all([d is None for d in own.values()]) else WithExtras(main, own))
     return found
 
@@ -229,6 +235,7 @@ def interleave_wgrad(pending: Any, cfg: InterleaveConfig, *, into: Any = None) -
     total = None
     for waiting in _pendings(pending, cfg, into):
         found = cfg.op.wgrad(waiting, cfg.cfg, into=into)
+        # with `into` every wgrad returns the accumulators, which hold the sum already
         total = found if into is not None or total is None else add(total, found)
     return total
 
@@ -254,6 +261,7 @@ def interleave_bwd(residuals: Any, dy: Any, cfg: InterleaveConfig, *, into: Any 
         return interleave_wgrad(pending, cfg, into=into), dx
     node = open_node("interleave_bwd", residuals, InterleaveResiduals, cfg)
     if into is not None:
+        # for all parts at once: they share the accumulators, and the first would add before the last has checked
         check_into_tree("interleave_bwd", into, interleave, cfg, node, dy)
     dys = _dys("interleave_bwd", dy, cfg)
     results = _calls(cfg, "bwd", [(part(node, i), one) for i, one in enumerate(dys)], into=into)

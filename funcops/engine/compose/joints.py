@@ -16,7 +16,7 @@ from funcops.engine.contract.op import Op
 __all__ = ["Made", "joint_by_ops", "joint_of", "register_joint"]
 
 Made = tuple[Op, Any] | str  # the op and its config, or the reason why the steps run one by one
-LONGEST = 3
+LONGEST = 3  # a projection, a softcap and a loss
 
 _joints: dict[tuple[Op, ...], Callable[..., Made]] = {}
 
@@ -43,6 +43,7 @@ def joint_of(steps: Sequence[Step], name: str) -> tuple[int, Step] | str:
     for count in range(2, min(LONGEST, end) + 1):
         before, last = steps[end - count : end - 1], steps[end - 1]
         ops = (*(step.op for step in before), last.op)
+        # the joint takes the extras of the last step only, and gives one y
         if ops in _joints and not any(step.names or step.given for step in before) and not last.given:
             found = joint_by_ops(ops, (*(step.cfg for step in before), last.cfg))
             return found if isinstance(found, str) else (count, Step(before[0].name, *found, takes=last.takes))
@@ -56,6 +57,7 @@ def joined_steps(steps: tuple[Step, ...], joined: Sequence[str]) -> tuple[Step, 
         if not isinstance(found, str):
             count, one = found
             end = [step.name for step in steps].index(name) + 1
+            # identities keep the names of the other steps, so that paths stay
             rest = tuple(Step(step.name, identity, IdentityConfig()) for step in steps[end - count + 1 : end])
             steps = (*steps[: end - count], one, *rest, *steps[end:])
     return steps

@@ -44,6 +44,7 @@ def in_turn(
                 if bring is not None:
                     bring(i)
                 coming = read(i) if begin else None
+                # None: this layer kept nothing, so there is nothing to begin
                 coming = None if coming is None else ahead.begin(coming, cfg.cfg)
             elif kind == "wait" and begin:
                 tree = None if coming is None else coming.ready()
@@ -61,6 +62,7 @@ def needs_of_layers(cfg: Any, needs: Needs) -> tuple[Needs, ...]:
     """The needs of each layer. With stacked params a mask holds for all layers."""
     if is_dynamo_compiling():  # the tracer would guard on the number of entries, and compile anew after each new one
         return _needs_by_layer(cfg, needs)
+    # a memo on the config, as every call asks; the config's own init fills it for the two usual needs
     found = cfg.layer_needs.get(needs)
     return remember(cfg.layer_needs, needs, _needs_by_layer(cfg, needs)) if found is None else found
 
@@ -73,6 +75,7 @@ def _needs_by_layer(cfg: Any, needs: Needs) -> tuple[Needs, ...]:
         x: Any = live[""]
         if cfg.extras:
             x = [label for label, name in (("main", ""), *((f"extras.{n}", n) for n in cfg.extras)) if live[name]]
+            # all parts by name are True: a layer may then get `Needs.ALL` itself, which `keep` knows by identity
             x = True if len(x) == len(cfg.extras) + 1 else x
         wanted = Needs(x=x, params=params if cfg.has_params else False)
         found.append(wanted)

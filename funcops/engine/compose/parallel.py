@@ -54,6 +54,7 @@ class ParallelConfig(Composite):
         extras, keys = [n for b in self.branches for n in b.names], [k for b in self.branches for k in b.keys]
         _check_given(self.branches)
         note(self, outputs=tuple([name for branch in self.branches for name in branch.given]))
+        # several branches may take one extra, which the caller gives once
         note(self, names=dict.fromkeys(names), extras=tuple(dict.fromkeys(extras)), keys=tuple(dict.fromkeys(keys)), programs={})
         self.follow("ParallelConfig", "", None)
 
@@ -115,6 +116,7 @@ def _lower(
     heads = [head for head in found if head is not None]
     if cfg.fuse and len(heads) == len(cfg.branches) > 1:
         rows.siblings.append(tuple(heads))
+        # a head in a scope of its branch may have an adapter beside it, after which heads run forward, before it backward
         if any(head.main != x for head in heads):
             rows.heads_last(heads, first)
             backs = _heads_first(backs, heads)
@@ -123,8 +125,10 @@ def _lower(
 
 def _head(part: Any, x: Value, rows: Lowered) -> Call | None:
     """The call of a branch that reads x: the only one, or the linear layer, which may have adapters beside it."""
+    # by any name: inside a chain x has an alias
     readers = [call for call in calls_below(part) if rows.reads(call, x)] if part is not None else []
     found = readers if len(readers) == 1 else [call for call in readers if call.op.layer is not None]
+    # siblings read nothing but the x that they share
     right = len(found) == 1 and found[0].fuse and not found[0].takes and not found[0].gives
     return found[0] if right else None
 

@@ -49,6 +49,7 @@ def _in_turn(
                 bring(i)  # type: ignore[misc]
             elif kind == "run":
                 own = run(i, read(i))
+                # the layer's name is closed at each pause, as steps of another part run meanwhile
                 found[i] = yield from scopes.resumed(str(i), "", own) if scopes.on else own
     except Exception as error:
         in_step(error, i)
@@ -72,6 +73,7 @@ def _walked(order: Sequence[int], read: Callable[[int], Any], walk: Walk) -> Pau
 def of_layers(forward: Any, backward: Any, residuals: type, pending: Any, repeat: Callable[[], Op]) -> Pausing:
     """The pausing functions of a repeat, from the beginnings of its walks over the layers; its own, if its body cannot pause."""
 
+    # `repeat` is called late: that op is made with what this function returns
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> Pauses:
         if cfg.op.pausing is None:
             return repeat().fwd(params, x, cfg, needs=needs)
@@ -81,6 +83,7 @@ def of_layers(forward: Any, backward: Any, residuals: type, pending: Any, repeat
     def back(where: str, kept: Any, dy: Any, cfg: Any, sums: Callable[[Any], Any]) -> Pauses:
         node = open_node(where, kept, residuals, cfg)
         dx, found = yield from _walked(range(cfg.times)[::-1], lambda i: part(node, i), backward(node, dy, cfg, sums(node), True))
+        # with the node, as `kept` may be a cell, which does not tell its needs
         return dx, found, node
 
     def dgrad(kept: Any, dy: Any, cfg: Any) -> Pauses:

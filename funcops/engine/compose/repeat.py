@@ -73,6 +73,7 @@ class RepeatConfig(OneBody):
         require(isinstance(self.times, int) and self.times >= 1, "RepeatConfig", "times", "an int of at least 1", self.times)
         note(self, outputs=self.cfg.outputs)
         note(self, extras=self.cfg.extras, keys=self.cfg.keys, has_params=has_params(self.op, self.cfg), layer_needs={})
+        # the needs of layers are made here, where no compiler traces: those that it makes are other objects
         needs_of_layers(self, Needs.ALL)
         needs_of_layers(self, Needs.NONE)
         self.follow("RepeatConfig", "", None)
@@ -132,6 +133,7 @@ def _forward(params: Any, x: Any, cfg: RepeatConfig, needs: Needs, pauses: bool)
     joined, fwd = forwards(cfg.op, cfg.cfg, wanted, layers, main, pauses), (cfg.op.pausing if pauses else cfg.op).fwd
 
     def call(i: int, layer: Any) -> Any:
+        # a dict for each layer, as `bundle` puts the folded keys into it
         layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main
         if joined is None:
             return fwd(layer, layer_x, cfg.cfg, needs=wanted[i])
@@ -167,16 +169,20 @@ def _backward(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | Non
     of_outputs: Any = None
     if cfg.outputs:
         dy, of_outputs = outputs_by_layer("repeat_dgrad" if sums is None else "repeat_bwd", dy, cfg.outputs, cfg.times)
+    # a prefetch has no dgrad of its own: a first half leaves no gradients in flight
     op: Any = cfg.op.pausing if pauses else cfg.op if sums is None else cfg.op.prefetch or cfg.op
+    # only while something is offloaded: else the tree of each layer would be searched in vain
     bring = (lambda i: copies.prefetch(node.get(i))) if copies.home else None
 
     def call(i: int, kept: Any) -> Any:
         nonlocal dy
         if of_outputs is not None:
+            # None as a whole: so an op is told that no gradient comes
             none = dy is None and all([d is None for d in of_outputs[i].values()])
             dy = None if none else WithExtras(dy, of_outputs[i])
         if sums is None:
             return (None, None) if kept is None else op.dgrad(kept, dy, cfg.cfg)
+        # `Pausing` has no wgrad of its own
         wgrad = cfg.op.wgrad if pauses else op.wgrad
         return (wgrad(None, cfg.cfg, into=sums[i]), None) if kept is None else op.bwd(kept, dy, cfg.cfg, into=sums[i])
 
@@ -213,6 +219,7 @@ def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
 
 
 def _products(pending: Any, cfg: RepeatConfig, *, into: Any) -> list[Any]:
+    # last layer first, in the order in which `wgrad` adds
     return [product for layer in reversed(_by_layer("products", pending, cfg, into)) for product in layer]
 
 
@@ -220,6 +227,7 @@ def _by_layer(which: str, pending: Any, cfg: RepeatConfig, into: Any) -> list[An
     """The results of the body's "wgrad" or "products" by layer, called for the last layer first."""
     require_config("repeat_wgrad", cfg, RepeatConfig)
     wgrad = which == "wgrad"
+    # a prefetch has a wgrad, but no products: these are joined later, and none is in flight
     call = getattr((wgrad and cfg.op.prefetch) or cfg.op, which)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
     sums = accumulators("repeat_wgrad", into, repeat, cfg, node)

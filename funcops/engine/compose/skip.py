@@ -72,9 +72,11 @@ def _lower(
     cfg: SkipConfig, rows: Lowered, place: Place, needs: Needs, main: Value, extras: Extras, recomputed_by: Call | None
 ) -> Parts:
     """A fork, the body, and the sum. Backward the body's gradient is added to dy."""
+    # a skip has no flag of its own: its fork and its sum may be fused where the body may
     wanted, fuse = _wants_main(needs, cfg), cfg.cfg.fuse
     split = rows.call(fork, ForkConfig(), None, Needs(x=wanted, params=False), main, gives=1, fuse=fuse, path=place.path)
     branch, outputs, back = rows.body(cfg.op, cfg.cfg, place, needs, split.out, extras, recomputed_by, fuse=fuse)
+    # dy goes into the body for its params, too, even if x needs no gradient
     asked = Needs(x=("0",) * needs.any + ("1",) * wanted, params=False)
     total = rows.call(add_op, AddConfig(), None, asked, branch, split.gives, fuse=fuse, path=place.path)
     return total.out, outputs, [total, *back, split]
@@ -110,6 +112,7 @@ def skip_dgrad(residuals: Any, dy: Any, cfg: SkipConfig) -> tuple[Any, Any]:
 def skip_wgrad(pending: Any, cfg: SkipConfig, *, into: Any = None) -> Any:
     """The body's weight gradients."""
     require_config("skip_wgrad", cfg, SkipConfig)
+    # no program: the pending is the body's own, and a sum has no weights
     return cfg.op.wgrad(pending, cfg.cfg, into=into)
 
 

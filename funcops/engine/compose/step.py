@@ -56,8 +56,10 @@ class Step:
             expected = f"() or a name for each of its outputs {outputs}" if outputs else "() (the config names no outputs)"
             require(len(self.gives) == len(outputs), f"Step {self.name!r}", "gives", expected, self.gives)
         require(len(set(self.gives)) == len(self.gives), f"Step {self.name!r}", "gives", "different names", self.gives)
+        # an op with a key takes it as the last part of x
         keys = self.cfg.keys if extras else self.takes[-1:] if self.op.keyed_by(self.cfg) else ()
         note(self, passes=bool(extras), names=extras or self.takes, keys=keys, outputs=outputs, given=self.gives or outputs)
+        # of the name and not the position: a step draws the same bits wherever it stands in its chain
         note(self, fold=random.path_id(self.name), has_params=has_params(self.op, self.cfg))
 
     passes: ClassVar[bool]  # whether the op is a combinator that takes its extras by name
@@ -76,6 +78,7 @@ class Step:
         if self.keys and self.folds:
             return bundle(main, {n: extras[n] for n in names}, self.keys, self.fold, self.passes)
         if self.passes:
+            # a combinator refuses extras that it does not declare, so it gets its own; if these are all, without a copy
             return WithExtras(main, extras if len(extras) == len(names) else {n: extras[n] for n in names})
         return (main, *[extras[n] for n in names])
 
@@ -115,11 +118,13 @@ class Step:
             return Needs(x=live[""], params=params)
         labels = ["main" if self.passes else "0"] + [f"extras.{n}" if self.passes else str(i + 1) for i, n in enumerate(self.names)]
         wanted = [label for label, name in zip(labels, ("", *self.names), strict=True) if live[name]]
+        # all parts by name are True, so that equal needs are one object, such as `Needs.ALL`
         return Needs(x=True if len(wanted) == len(labels) else wanted, params=params)
 
     def with_op(self, op: Op, cfg: Any) -> Step:
         """The step with another op, which takes also the names that `takes_also` of its config adds. A step that passes all extras
         of a combinator passes all extras of the new one."""
+        # a step that a rewrite leaves alone is not made and checked again
         if op is self.op and cfg is self.cfg:
             return self
         takes = () if self.passes else self.takes
@@ -202,6 +207,7 @@ def split_x(where: str, x: Any, cfg: Any) -> tuple[Any, dict[str, Any]]:
         return x, {}
     if type(x) is not WithExtras:
         fail(where, "x", f"WithExtras with extras {sorted(extras)}", describe(x), TypeError)
+    # any order will do; the config's own is found by the first test, without sets
     if tuple(x.extras) != extras and x.extras.keys() != set(extras):
         fail(where, "x.extras", str(sorted(extras)), sorted(x.extras))
     main = x.main if isinstance(x.main, Tensor) else None

@@ -56,6 +56,7 @@ def value_and_grad(
     check_losses("value_and_grad", losses)
     require_type("value_and_grad", "needs", needs, Needs)
     require(not x or bool(needs.x), "value_and_grad", "needs", "with gradients of x, as x=True returns them", needs)
+    # `run` has an x of its own; and without dx nothing is kept for it
     both, needs = x, needs if x else Needs(x=False, params=needs.params)
 
     def run(params: Any, x: Any, cfg: Any) -> Any:
@@ -71,6 +72,7 @@ def value_and_grad(
         check_losses("value_and_grad", losses, outputs)
         dy: Any = torch.ones_like(loss)
         if has_aux:
+            # None for the others is zero, and y may be a named tuple, whose form dy has
             dy = with_leaves(y, [dy, *leaves(nothing_like(y))[1:]])
         if named:
             given = {name: sum_gradient("value_and_grad", name, t) if name in losses else None for name, t in outputs.items()}

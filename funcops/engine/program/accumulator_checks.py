@@ -24,7 +24,7 @@ __all__ = ["check_into_tree"]
 
 _dtypes: dict[Any, dict[str, torch.dtype]] = {}  # dtypes of gradients by path, by all that they depend on
 _fitting: set[Any] = set()  # forms of dys and residuals that every part accepted
-MOST_FITTING = 1024
+MOST_FITTING = 1024  # a batch of another length has another form, so the set may not grow without end
 
 
 def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any = None) -> None:
@@ -45,18 +45,22 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
     needs, kept = (Needs.NONE, []) if node is None else (node.needs, list(_tensors(where, node)))
     device, given = kept[0].device if kept else None, {}
     for path, shape in want.items():
+        # a param without a gradient needs no accumulator, but one that is given must fit
         if shape is not None and (have[path] is not None or needs.param(path)):
             given[path] = have[path]
             check_accumulator(where, path, have[path], shape, device)
     check_apart(where, given)
     kept += [] if dy is None else tensors(parts)
     widest = max([t.element_size() for t in kept if t.is_floating_point()], default=0)
+    # float16 and bfloat16 are equally wide, and neither holds the other's values
     narrow = {t.dtype for t in given.values() if t.element_size() <= 2} - {t.dtype for t in kept}
+    # residuals without a dy: no gradient will come, and none can be computed to ask for its dtype
     known = node is not None and (node.kind == "pending" or dy is not None)
     if known and (narrow or any([t.element_size() < widest for t in given.values()])) and not tracing():
         for path, dtype in _gradient_dtypes(op, cfg, node, dy, kept).items():
             if path in given:
                 check_width(where, path, given[path], dtype)
+    # a dy that is one tensor is checked by the op that reads it, before it adds
     if several and node is not None and not tracing():
         _check_all(op, cfg, node, dy, kept)
 
@@ -64,6 +68,7 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
 def _shapes(op: Op, cfg: Any) -> dict[str, tuple[int, ...] | None]:
     """The shapes of params by path; None for a param without a gradient."""
     if not torch.compiler.is_dynamo_compiling():
+        # cached by `functools.lru_cache`, of which a tracer would warn
         params = abstract_params(op, cfg)
     elif isinstance(cfg, Composite):
         id(cfg)  # the tracer guards on it
@@ -108,6 +113,7 @@ def _check_all(op: Op, cfg: Any, node: Any, dy: Any, kept: list[Tensor]) -> None
 
 def _tensors(where: str, node: Any) -> Iterator[Tensor]:
     """The tensors of residuals or pending, after a check of every part's staleness."""
+    # looked at in its cell, which the backward will take
     node = node._node if type(node) is Donated else node
     if isinstance(node, Tensor):
         yield node

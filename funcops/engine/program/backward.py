@@ -25,6 +25,7 @@ class Backward(Calls):
             if type(row) is Alias:
                 if row.value in self.have:
                     self.give(row.of, local("gradient", row.value))
+            # siblings run at the turn of the last of them, when every dy is known
             elif row.index not in done and row.index not in self.cover.waiting:
                 piece = self.cover.backward.get(row.index)
                 if piece is None:
@@ -35,6 +36,7 @@ class Backward(Calls):
                 self.settle(row)
         self.settle()
         main, extras = self.gradient(low.main), [self.gradient(v) for v in low.extras.values()]
+        # dparams mirror params, so every call is in them; a pending holds only what waits
         trees = part_names("dparams", low.root, True) if self.whole else [*part_names("pending", low.root), *_recipes(low.root)]
         self.row(f"return {self.which}", low.root, (main, *extras, *trees), (), main, extras, tuple(low.extras))
         return self.finished
@@ -50,6 +52,7 @@ class Backward(Calls):
         sources = _recomputing(filled.values())
         for call in (*calls, *sources):
             self.open(call.place)
+        # the rule may empty the residuals, so what is recomputed after it reads them from a local
         held = [*sources, *calls[-1:] * bool(late)] if self.whole else [call for call in calls if call.source]
         self.at("")
         inside = {v for call in calls for v in call.gives}
@@ -84,6 +87,7 @@ class Backward(Calls):
         in_order = [row for row in self.lowered.backward if type(row) is Call and row in calls]
         before = set(self.have)
         one_by_one = self.block(self._one_after_another, in_order, late)
+        # both blocks begin with the gradients that were there before the piece
         after, self.have = self.have, before
         ready = [call for call in in_order if call.place and call.index not in self.late]
         together = self.block(self._after, piece, ready, filled, held, late, after)
@@ -128,6 +132,7 @@ class Backward(Calls):
         if in_flight:
             self.row("settle", piece, (local("dx", i),), (local("dx", i),))
             self.give(calls[0].main, local("dx", i))
+        # the rows behind read what the calls one by one would have given, so here it is None
         for v in sorted(after - self.have - gives - {call.out for call in calls}):
             self.row("none", None, (), (local("gradient", v),))
 

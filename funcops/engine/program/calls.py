@@ -37,6 +37,7 @@ class Calls(Gradients):
         self.open(call.place)
         self.at(call.path)
         self.recipe(call)
+        # dparams have the structure of params, so a call without gradients gives a tree, too
         if not call.needs:
             kind, name = ("unwanted", "dparams") if self.whole else ("none", "pending")
             self.row(kind, call, (), (local(name, i),))
@@ -46,6 +47,7 @@ class Calls(Gradients):
         else:
             self.row("whole tree" if call.place.scope is None else "residuals", call, (), (local("residuals", i),), "K")
             dy = self.dy(call)
+            # what runs after the checks has no variant that pauses
             raw, own = () if self.pauses(call) else self.block(self._raw, call, dy), self.block(self._checked, call, dy)
             if raw and self.testable(call.residuals):
                 self.row("call", call, (local("residuals", i), dy, *self._filling(call)), then=raw, otherwise=own)
@@ -121,6 +123,7 @@ class Calls(Gradients):
     def _of_skip(self, call: Call) -> None:
         """The backward of a skip's fork, or of its sum."""
         if call.op is fork:
+            # dy before the body's gradient: the order decides the bits, which are those of nested functions
             there = [local("gradient", value) for value in (*call.gives, call.out) if value in self.have]
             if call.needs.x and len(there) > 1:  # their sum first: it is what the skip gives to a sum around it
                 self.row("sum", call, there, (local("dx", call.index),))

@@ -166,14 +166,18 @@ def explain(
     found: dict[str, FusionPlan] = {}
     written: dict[str, dict[str, tuple[Row, ...]]] = {}
     for part, around in nested(cfg):
+        # a combinator that is lowered into the program around it has none of its own to show
         in_program = bool(around) and around[-1].cfg.lowered_by is not None and part.op.lower is not None
+        # without a prefetch the layers only run one after another
         if rows and part.composite and part.cfg.times is not None and part.cfg.op.prefetch is not None:
             written[part.path] = turns_of(part.cfg.op, part.cfg.times)
         if not part.composite or part.cfg.lowered_by is None or in_program:
             continue
         own = needs and Needs.ALL if around else needs
+        # lowered twice, as `joins` cuts the one that it gets
         low, between = lowered_of("explain", part.cfg, own), lowered_of("explain", part.cfg, own)
         found[part.path] = _planned(low, device_type, dtype)
+        # only in a repeat does another layer follow, into which the sum at the end may move
         if around and (around[-1].cfg.times or 1) > 1 and joins(between, device_type, dtype):
             found[part.path] = found[part.path]._replace(forward=_planned(between, device_type, dtype).forward)
         else:

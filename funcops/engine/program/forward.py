@@ -17,6 +17,7 @@ class Forward(Rows):
 
     def write(self) -> tuple[Row, ...]:
         low = self.lowered
+        # in a forward that was cut, the sum that ended the layer before is the first call
         first = low.calls[0]
         kind, given = ("addends", (first.main, *first.takes)) if low.begins else ("main", (low.main,))
         self.row(kind, None, (), [local("value", v) for v in given])
@@ -64,6 +65,7 @@ class Forward(Rows):
         return found
 
     def _fold(self, row: Fold, done: set[int]) -> None:
+        # a piece folds the keys of its calls when it runs, which may be before this turn
         if row.out not in done:
             self.row("fold", None, (self._of(row.of),), (local("value", row.out),), row.data)
             done.add(row.out)
@@ -119,6 +121,7 @@ class Forward(Rows):
         for call in calls:
             self._open(call.place)
         self.at(joined(calls))
+        # what a call of the piece gives to another one, the rule puts there by itself
         outside = sorted({v for call in calls for v in call.takes} - {v for call in calls for v in call.gives})
         self.row("values", piece, [self._of(v) for v in outside], (local("values", i),), outside)
         main = self._of(calls[0].main)

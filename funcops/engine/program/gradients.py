@@ -30,6 +30,7 @@ class Gradients(Weights):
             self.row("outputs", None, (), [local("gradient", v) for v in low.outputs.values()], self.half, tuple(low.outputs))
             self.have.update(low.outputs.values())
         self.give(low.output, "dy")
+        # the argument's name would hold the gradient to the end
         self.row("release", None, ["dy"])
 
     def gradient(self, value: int) -> str:
@@ -56,6 +57,7 @@ class Gradients(Weights):
     def _take_apart(self, name: str, value: Value) -> None:
         """Unpack a tuple of gradients into the gradients of its parts."""
         numbers = flat(value)
+        # a value that has a gradient gets this one added, so the part comes under another name first
         targets = [local("gradient", v) if v not in self.have else local("part", v) for v in numbers]
         kind = "split" if len(numbers) == len(value) else "nested split"
         self.row(kind, None, (name,), targets, _like(value, iter(targets)), len(value), value)

@@ -54,7 +54,7 @@ class Scope:
 
 
 @dataclasses.dataclass(eq=False)
-class Call:
+class Call:  # equal only to itself (eq=False), as it is a key of dicts
     """One op. It reads `main` and the values that it `takes` (as extras with these `labels`, if it has any), and writes `out` and
     the values that it `gives` (as outputs with these `names`, if it has any). `place` is None for the fork and the sum of a skip,
     which have no trees. `recomputed_by`: the call that recomputes main in the backward, perhaps from an x that is recomputed, too;
@@ -246,6 +246,7 @@ class Lowered:
         names: tuple[str, ...] = (),
     ) -> Call:
         takes = tuple(takes)
+        # the sum of two branches: with one as an extra, it can be in one row with the calls of the other
         if op is add and isinstance(main, tuple) and all(type(one) is int for one in main):
             main, *beside = main
             takes = tuple(beside)
@@ -274,12 +275,14 @@ class Lowered:
         """Let the sum that ends a layer begin the forward of the next one, where it may run with what reads it. Returns False, and
         changes nothing, if the layer does not end with the sum of a skip."""
         total = next((call for call in self.calls if call.out == self.output), None)
+        # an add that is a step has its place in the trees; the sum of a skip has none, and can move
         if total is None or total.op is not add or total.place is not None or type(total.main) is not int:
             return False
         self.begins, self.ends, self.total = begins, ends, total
         if ends:
             self.forward.remove(total)
         if begins:
+            # a number that no other row has, also after the sum at the end was taken out
             index, x, branch = len(self.forward) + ends, self.value(), self.value()
             self.forward.insert(0, dataclasses.replace(total, index=index, main=branch, takes=(x,), out=self.main))
         return True
@@ -297,14 +300,17 @@ def _leave_out(rows: Lowered) -> None:
     reads only to recompute its y is left out if another call reads that y."""
     calls = rows.calls
     read = Counter(rows.resolve(value) for one in (rows.output, *rows.outputs.values()) for value in flat(one))
+    # linear layers do not count: their dx is a new tensor in any case
     others = [call for call in calls if call.op.layer is None]
     read.update(rows.resolve(value) for call in others for one in (call.main, *call.takes) for value in flat(one))
     for call in calls[::-1]:
         source, kept = call.recomputed_by, call.needs.with_recompute() if call.source else call.needs
         if source is not None:
             fields = call.op.fields(call.cfg)
+            # main is x, or the first part of x if the call takes extras
             call.fields = tuple(n for n, f in fields.items() if f.alias in ("x", "x.0") and f.wanted(kept))
             call.recomputed_by = source if call.fields else None
+            # before the others, as this walk goes from the last call to the first
             source.readers[:0] = [call] * bool(call.fields)
         call.kept = kept.dropping(call.fields) if call.fields else kept
         call.read_by_others = read[call.out] > sum(one.op.layer is None for one in call.readers)  # which come after it

@@ -46,6 +46,7 @@ def forwards(op: Op, cfg: Any, needs: Sequence[Needs], params: Sequence[Any], ma
     if len(needs) < 2 or op.lower is None or functions.any_autocast() or not all([type(own) is dict for own in params]):
         return None  # the op's own function runs, or raises the error
     parts = ("forward_ends", *["forward_between"] * (len(needs) - 2), "forward_begins")
+    # a layer between two others decides; False is cached, too, so a repeat that does not join stops here
     found = [_found("forward_between", op, cfg, needs[-1], main, pausing)]
     if found[0]:
         found = [_found(which, op, cfg, own, main, pausing) for which, own in zip(parts, needs, strict=True)]
@@ -55,6 +56,7 @@ def forwards(op: Op, cfg: Any, needs: Sequence[Needs], params: Sequence[Any], ma
 def backward(which: str, op: Op, cfg: Any, needs: Needs, dy: Any, pausing: bool = False) -> Any:
     """The whole backward or, if `which` is "dgrad", its first half; `pausing` as in `forward`."""
     main = dy.main if type(dy) is WithExtras else dy
+    # the dy of a parallel is a tuple, whose first part tells device and dtype
     return _found(which, op, cfg, needs, main[0] if type(main) is tuple and main else main, pausing)
 
 
@@ -70,6 +72,7 @@ def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any, pausing: bool 
     if _compiling():
         id(cfg)  # the tracer guards on it: a method that gives a constant has no guard on its object
         return getattr(compiled_programs, cfg.program_while_tracing(which, needs.x, needs.params, device_type, dtype, scopes.on))
+    # the number of changes stands for the rules and for `checking`, of which a program is made
     key = which, needs, device_type, dtype, len(changes), scopes.on, pausing
     found = cfg.programs.get(key)
     if found is None:
@@ -87,6 +90,7 @@ def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_ty
     key = which, cfg, x, params, device_type, dtype, len(changes), named
     if key not in _traced:
         name = f"{which}_{len(_traced)}"
+        # the tracer has begun, and may have noted what the memos lack
         with reading():
             setattr(compiled_programs, name, _made(which, cfg.lowered_by, cfg, Needs(x, params), device_type, dtype, named, True))
         _traced[key] = name
@@ -149,6 +153,7 @@ def rows_of(which: str, lowered: Lowered, found: Cover, for_tracer: bool = False
 
 def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
     """The `bwd` of an op that is lowered to a program."""
+    # a skip that kept nothing has no program: its body answers, or refuses what is no residuals
     if op.keeps is None and not needs_of(residuals):
         return cfg.op.bwd(residuals, dy, cfg.cfg, into=into)  # type: ignore[no-any-return]
     node, program, sums = _whole(op, residuals, dy, cfg, into)
@@ -169,6 +174,7 @@ def _whole(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any, pausing: bool =
     """The residuals after every check, the program of the whole backward, and its accumulators."""
     where = f"{op.name}_bwd"
     node, own, own_cfg = _opened(where, op, residuals, cfg)
+    # a body that is a single call checks its accumulators by itself
     sums = into if into is None or own.lower is None else accumulators(where, own, into, node, own_cfg, dy)
     needs = needs_of(node) if own.lower is None else node.needs
     return node, backward("backward", op, cfg, needs, dy, pausing), sums
@@ -199,11 +205,13 @@ def pausing_dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> Pauses:
 def _opened(where: str, op: Op, residuals: Any, cfg: Any) -> tuple[Any, Op, Any]:
     """The residuals after every check, and the op and config that made them: for a skip, its body's. Residuals of a body that
     is one call are not opened."""
+    # a skip, perhaps of a skip, has no trees of its own
     while op.lower is not None and op.keeps is None:
         op, cfg = cfg.op, cfg.cfg
     node, cls = residuals, op.keeps
     if type(node) is Donated and node._node is not None:  # `take` written out; of a spent cell `open_node` raises
         node, residuals._node = node._node, None
+    # what `open_node` would accept at once passes without the call
     if op.lower is not None and (type(node) is not cls or node.cfg is not cfg or node.gone or node.had):
         node = open_node(where, node, cls, cfg)
     return node, op, cfg

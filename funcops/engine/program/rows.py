@@ -108,6 +108,7 @@ class Rows:
         self.opened: set[int] = set()  # the scopes whose trees are in locals
         pieces = *cover.forward.values(), *cover.backward.values()
         inside = {call.index for piece in pieces for call in piece.calls}
+        # a rule takes the trees as they are, so a call in a piece begins nothing early
         self.begins = {call.index for call in lowered.calls if call.op.prefetch is not None} - inside
         self.path = ""
 
@@ -165,12 +166,15 @@ def recomputed(
 
     for row in rows:
         bring(row)
+        # a row with blocks writes inside of them, where its locals are not known yet
         known.update(row.writes if not row.then else ())
         if row.then:
+            # only the second block follows a piece that took the residuals; the first finds them in the trees
             inside = row.data[0] if row.kind == "choice" and row.data else ()
             blocks = recomputed(row.then, recompute, known), recomputed(row.otherwise, recompute, known, inside)
             row = row._replace(then=blocks[0], otherwise=blocks[1])
             known.update(row.writes)
+        # that kind only asks for a y, and runs nothing
         found += [row] * (row.kind != "recomputed")
     return tuple(found)
 

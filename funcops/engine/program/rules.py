@@ -160,6 +160,7 @@ NOTHING = Cover({}, {}, frozenset(), ())
 
 _rules: list[Rule] = []
 changes: list[Any] = []  # rules registered or taken out, twice each: a longer list makes new programs
+# a program holds the test for autocast as a global of its own, and `checking` puts another in its place
 when_switched(lambda on: changes.append(None) if on else changes.remove(None))
 
 
@@ -215,9 +216,11 @@ def cover(lowered: Lowered, device_type: str | None, dtype: torch.dtype, whole: 
     backward, which computes the weight gradients at once."""
     if device_type is None:
         return NOTHING
+    # the latest first: `min` takes the first of equals
     asked = [one for one in _rules[::-1] if (one.on_cpu or device_type != "cpu") and (whole or not one.whole)]
     forward, misses = _cheapest(lowered, FORWARD, asked, dtype)
     backward, more = _cheapest(lowered, BACKWARD, asked, dtype)
+    # not simply the forward reversed: the branches of a parallel are in order in both
     order = {row.index: i for i, row in enumerate(lowered.backward) if type(row) is Call}
     last = {max(piece.calls, key=lambda call: order[call.index]).index: piece for piece in backward if piece.siblings}
     waiting = frozenset(call.index for turn, piece in last.items() for call in piece.calls if call.index != turn)
@@ -264,6 +267,7 @@ def _cheapest(
             left = [row[sum(call in piece.calls for call in row) :] for row in rows]
             with_it = {row: _cut(row, own, dtype) for row in left if row}
             apart = [cuts[row] for row in rows]
+            # siblings that run as one may break up a piece inside a branch, so both ways are priced as a whole
             if joint.then(*with_it.values()).cost <= apart[0].then(*apart[1:]).cost:
                 cuts = {row: cut for row, cut in cuts.items() if row not in rows} | with_it
             else:
@@ -278,6 +282,7 @@ def _rows(lowered: Lowered) -> list[tuple[Call, ...]]:
     found: list[list[Call]] = []
     ends: dict[Any, list[Call]] = {}  # by the value that the last call of a row wrote
     for call in lowered.calls:
+        # a call without a scope is the whole tree, and a piece looks for trees in scopes
         if not call.fuse or (call.place is not None and call.place.scope is None):
             continue
         row = ends.pop(call.main, None)
@@ -296,8 +301,10 @@ def _cut(row: tuple[Call, ...], rules: list[Rule], dtype: torch.dtype) -> Cut:
         found: list[Cut] = []
         misses: tuple[NearMiss, ...] = ()
         for size in range(min(LONGEST, len(row) - i), 0, -1):
+            # there is nothing to fuse in one call; such a rule gives its recomputed y as well
             able = rules if size > 1 else [one for one in rules if one.recompute]
             piece, reasons = _piece_of(Window(row[i : i + size], dtype), able)
+            # of the longest window only, as a shorter one would give the same reason again
             misses = misses or (reasons if size == min(LONGEST, len(row) - i) else ())
             if piece is not None:
                 found.append(_cut_of(piece).then(best[i + size]))

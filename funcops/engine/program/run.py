@@ -15,7 +15,7 @@ from funcops.engine.errors import FLOATS, check, describe, fail, in_step
 from funcops.engine.program.lower import Call
 from funcops.engine.program.rules import Rule
 from funcops.engine.program.values import add
-from funcops.engine.residuals.donate import donate as donate
+from funcops.engine.residuals.donate import donate as donate  # programs call it as run.donate, and `part` so, too
 from funcops.engine.residuals.nested import needs_of
 from funcops.engine.residuals.nested import part as part
 from funcops.engine.trees import WithExtras, at, put
@@ -107,12 +107,14 @@ def pending_of(cls: Any, parts: dict[Any, Any], cfg: Any, needs: Needs) -> Any:
     """The pending of a scope; None if no part has one."""
     for waiting in parts.values():
         if waiting is not None:
+            # a step without a pending stays, as None; a recipe that nobody reads does not
             return cls({k: v for k, v in parts.items() if v is not None or k in cfg.names}, cfg=cfg, needs=needs)
     return None
 
 
 def recipe_of(name: Any) -> str:
     """The name in a pending of the residuals from which the y of that step is recomputed."""
+    # the name of a step is an identifier, so it never has brackets
     return f"{name}()"
 
 
@@ -123,6 +125,7 @@ def recipe(op: Op, node: Any) -> Any:
     """The part of an op's residuals from which its y is recomputed."""
     if node is None:
         return None
+    # the new node would mark stale tensors as fresh
     if not node.fresh():
         node.complain(f"{op.name}_recompute")
     given = {name: getattr(node, name) for name in node.names}
@@ -171,6 +174,7 @@ def completed(pending: Any, value: Any, needs: Needs) -> Any:
 def forward_piece(rule: Rule, calls: tuple[Call, ...], params: tuple[Any, ...], main: Any, values: dict[int, Any]) -> Any:
     """The result of the rule, or NotImplemented: then the calls run one by one."""
     for call, own in zip(calls, params, strict=True):
+        # the op's own function refuses params of another class, and names them
         if call.place is not None and type(own) is not call.op.params:
             return NotImplemented
     return _answer(rule, rule.run(calls, params, main, values), "y, residuals", calls)
@@ -196,6 +200,7 @@ def backward_piece(
 ) -> Any:
     """The result of the rule for the dgrads, or NotImplemented; donated residuals are dropped. Errors get their step's path. `ys`:
     the recomputed ys that the dgrads read, by the number of their call."""
+    # a rule runs all of its calls, while the calls one by one leave out what gets no gradient
     if dy is None or (type(dy) is tuple and any([d is None for d in dy])):
         return NotImplemented
     kept: list[Any] = []
@@ -215,6 +220,7 @@ def backward_piece(
     except Exception as error:
         in_path(error, joined(calls) if path is None else path)
         raise
+    # only now: what the rule refused, the calls read one by one
     if found is not NotImplemented:
         for call in calls:
             place = call.place
@@ -232,9 +238,11 @@ def wgrads(rule: Rule, calls: tuple[Call, ...], pendings: tuple[Any, ...], into:
     for call, node in zip(calls, nodes, strict=True):  # the op's own function refuses what it must
         if type(node) is not call.op.pending or node.cfg is not call.cfg or not node.fresh():
             return NotImplemented
+    # joint gradients are results, and leave no products to be joined later
     found = NotImplemented if rule.wgrads is None or products is not None else rule.wgrads(calls, nodes, into)
     if found is NotImplemented and rule.shared is not None:
         found = _of_shared(calls, rule.shared(calls, nodes, into), into, products)
+    # the cells are spent only now: what the rule refused, the ops' own functions take
     if found is not NotImplemented:
         for call, cell in zip(calls, pendings, strict=True):
             if type(cell) is Donated:

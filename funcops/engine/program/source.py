@@ -45,10 +45,12 @@ class Source:
 
     def function(self, name: str, rows: Iterable[Row], traced: bool) -> tuple[str, dict[str, Any]]:
         """The function's text, and its globals."""
+        # a traced program has no tests, so nothing in it reads `fast`
         lines = [*["        fast = not any_autocast()"] * (not traced), *self._block(rows, 2)]
         self.names["PATHS"] = tuple(self.paths)
         begin = ["    around = call.made", "    call.made = {} if around is None else around"] * self.shares
         end = ["    finally:", "        call.made = around"] * self.shares
+        # one handler serves all steps: `at` says in which of them the error was
         text = [f"def {name}({ARGUMENTS[name]}):", "    at = 0", *begin, "    try:", *lines, "    except Exception as error:"]
         return "\n".join([*text, "        run.in_path(error, PATHS[at])", "        raise", *end, ""]), self.names
 

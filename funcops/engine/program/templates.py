@@ -77,7 +77,9 @@ LINES = {
     "results": "{d[0]}, {d[1]} = {r[0]}",
     "unpack": "{d[0]} = {r[0]}",
     # The forward.
+    # an argument is deleted at once, as its name would hold x to the end
     "main": "{w[0]} = main; del main",
+    # the list is emptied, so that the layer before holds neither addend while this one runs
     "addends": "{w[1]}, {w[0]} = main.pop(), main.pop(); del main",
     "extra": "{w[0]} = extras[{d[0]!r}]",
     "fold": "{w[0]} = fold_in({r[0]}, {d[0]})",
@@ -96,6 +98,7 @@ if type(P{i}) is not dict or P{i}.keys() != {names}.keys(): run.check_names({d[0
     "sum of skip": f"{_ALIKE}\n{{w[0]}} = {{r[0]}} + {{r[1]}}",
     "forward piece": "{w[0]} = run.forward_piece({rule}, {calls}, ({all_params}), {d[0]}, E{i})",
     "taken": "{w[0]} = {r[0]}[{d[0]}]",
+    # `Nested.__init__` written out; a tracer gets the class itself
     "kept": """{w[0]} = new_node({Kept}); fill({w[0]}, {{{kept}}})
 {w[0]}.cfg = {scope_cfg}; {w[0]}.needs = {scope_needs}; {w[0]}.donated = {w[0]}.gone = False; {w[0]}.had = ()""",
     "traced kept": "{w[0]} = {Kept}({{{kept}}}, cfg={scope_cfg}, needs={scope_needs})",
@@ -113,6 +116,7 @@ add({r[0]}, {r[1]})""",
     "parts": "{writes} = {d[0]!r} if {r[0]} is None else {r[0]}",
     # Trees.
     "open outer residuals": "K{i} = K; del K\nt{i} = K{i}.donated",
+    # a node that passes the test is opened without a call; `scope_of` opens or refuses any other
     "open residuals": """K{i} = K{outer}[{name}]
 if type(K{i}) is not {KeptTree} or K{i}.cfg is not {scope_cfg} or K{i}.gone or K{i}.had: \
 K{i} = run.scope_of({d[0]!r}, K{outer}, {name}, {KeptTree}, {scope_cfg})
@@ -125,6 +129,7 @@ elif type(W{i}) is not {PendingTree} or W{i}.cfg is not {scope_cfg} or W{i}.gone
 W{i} = run.opened({d[0]!r}, W{outer}, {name}, {PendingTree}, {scope_cfg})
 elif t{outer}: W{outer}[{name}] = None; W{i} = W{i}.give()
 t{i} = W{i} is not None and W{i}.donated""",
+    # without `into` the names serve in its place: a dict with None for each step
     "accumulators": "I{i} = {into} or {names}",
     "tied accumulators": "if I{i} is not {names}: I{i} = run.tied({d[0]!r}, I{i}, {ties}, 'into')",
     "whole tree": "{w[0]} = {d[0]}; del {d[0]}",
@@ -213,6 +218,7 @@ HALVES |= {kind: "recompute" for kind in LINES if "recompute" in kind}
 def half_of(row: Row) -> str | None:
     """The half that a row computes, or None if it runs no operator."""
     half = HALVES.get(row.kind)
+    # a row that writes dparams, too, computes both halves at once
     return "bwd" if half == "dgrad" and any(is_a(name, "dparams") for name in row.writes) else half
 
 

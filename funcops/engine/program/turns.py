@@ -20,6 +20,7 @@ def turns(order: Sequence[int], starts: bool, late: tuple[str, ...] = ()) -> lis
     found = [("start", order[0])] if starts else []
     for turn, i in enumerate(order):
         if starts:
+            # started after this layer's has landed, so that one layer's is in flight at a time
             found += [("wait", i), *(("start", after) for after in order[turn + 1 : turn + 2])]
         found += [("run", i), *landing(turn - 1)]
     for turn in range(len(late)):

@@ -22,6 +22,7 @@ def add(a: Any, b: Any) -> Any:
         return b if a is None else a
     if isinstance(a, Tensor):
         return a + b
+    # amaxes in a gradient are not summed, as the larger one counts: such a node adds by itself
     return a.plus(b) if hasattr(a, "plus") else tree_map(add, a, b, is_leaf=lambda node: hasattr(node, "plus"))
 
 

@@ -54,6 +54,7 @@ class Weights(Rows):
         call = next(call for call in self.lowered.calls if call.index == index)
         given = () if call.recomputed_by is None else (local("recomputed", call.recomputed_by.index),)
         if self.trees == "W":
+            # the residuals are gone by then: the pending of the scope holds what this y is made of
             return [Row("recompute from a recipe", call, given, (name,), path=call.path)]
         raw = raw_of(call.op.recompute)
         fast = raw is not None and self.testable(call.residuals)
@@ -119,6 +120,7 @@ class Weights(Rows):
         """Go on with the sums that were in flight beside a call that computes much; at the end complete all."""
         if after is not None and after.light:
             return
+        # over a copy, as a call that settles leaves the dict
         for call, advanced in [(call, advanced) for call, advanced in self.flying.items() if call is not after]:
             kind = "settle sums" if advanced or call.op.prefetch.advance is None else "advance sums"
             self.at(call.path)
@@ -127,6 +129,7 @@ class Weights(Rows):
                 del self.flying[call]
             else:
                 self.flying[call] = True
+        # sums that have just advanced settle in a second round
         if after is None and self.flying:
             self.settle()
 
@@ -158,6 +161,7 @@ class SecondHalf(Weights):
             piece = together.get(call.index)
             if piece is None:
                 self.wgrads([call])
+            # at the turn of the last one, when all of their pendings are in locals
             elif not any(other in piece.calls for other in calls[at + 1 :]):
                 self.wgrads([other for other in calls if other in piece.calls], piece.rule)
             self.settle(call)

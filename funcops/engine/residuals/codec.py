@@ -41,6 +41,7 @@ class Codec(NamedTuple):
 
 def _int8(t: Tensor) -> Parts:
     wide = t.float()
+    # `amax` refuses rows without elements
     amax = wide.abs().amax(-1, keepdim=True) if t.numel() else wide.new_ones((*t.shape[:-1], 1))
     scale = (amax / 127.0).clamp(min=2.0**-149)  # NaN for a row with a NaN, so that its codes decode to NaN
     return (wide / scale).round().clamp(-127, 127).to(torch.int8), scale  # beyond 127 where a small scale was rounded down

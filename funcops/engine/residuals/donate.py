@@ -32,6 +32,7 @@ def donate(kept: Any) -> Any:
     cell = getattr(kept, "cell", None)
     if cell is not None and (given := cell()) is not None:  # of a fresh node, which most are
         return given
+    # asked by the method, not the class: the cache of a model, of which this file knows nothing, has it, too
     if not hasattr(kept, "give"):
         fail("donate", "kept", "residuals or pending of an op, or a cache", describe(kept), TypeError)
     if not kept.fresh():

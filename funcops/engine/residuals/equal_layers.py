@@ -45,6 +45,7 @@ def _runs(group: list[Layers]) -> Iterator[Layers]:
     """Merge consecutive layers that keep the same."""
     run = group[:1]
     for one in group[1:]:
+        # a gap ends the run, whose path shows only the first and the last number
         if one.layer == run[-1].layer + 1 and _same(run, one):
             run.append(one)
         else:
@@ -55,6 +56,7 @@ def _runs(group: list[Layers]) -> Iterator[Layers]:
 
 def _same(run: list[Layers], one: Layers) -> bool:
     """Whether a layer keeps the same as a run's layers. Their owners are equal except for numbers that count with the layer's."""
+    # the first as well: a number that stood still and now moves on would pass between two neighbours
     three = run[0], run[-1], one
     if len({(a.row.shape, a.row.dtype, a.row.bytes, a.row.needed_by, a.times) for a in three}) > 1:
         return False

@@ -42,6 +42,7 @@ class Layout(NamedTuple):
     def dense(self) -> bool:
         """Whether the elements fill their range of the storage, without gaps or overlaps."""
         places = 1
+        # a dimension of one element may have any stride
         for stride, size in sorted((stride, size) for stride, size in zip(self.stride, self.shape, strict=True) if size != 1):
             if stride != places:
                 return False
@@ -120,9 +121,11 @@ def to_form(t: Any, action: Action) -> Any:
         return _packed(t, action)
     storage, layout = t.untyped_storage(), Layout.of(t)
     key = storage._cdata, t.dtype, action
+    # another storage may have got the address by now, so the object itself is compared
     if (found := known.get(key)) is not None and found.storage() is storage and found.version == version(t):
         if found.layout == layout:
             return found.form
+        # both fill the same range of the storage, so one is a view of the other's elements
         if found.layout.dense and layout.dense and _same_elements(found.layout, layout):
             form = found.form
             return dataclasses.replace(form, shape=t.shape, view=(found.layout, layout))
@@ -164,6 +167,7 @@ def from_form(value: Any) -> Any:
     if value.view is None:
         return t
     of, layout = value.view
+    # a codec may return another layout, and the view's strides are those of the packed tensor's
     if t.stride() != of.stride:
         t = t.new_empty_strided(of.shape, of.stride).copy_(t)
     return t.as_strided(layout.shape, layout.stride, t.storage_offset())

@@ -19,6 +19,7 @@ def part(node: Any, name: Any) -> Any:
     child = node[name]
     if not node.donated or child is None:
         return child
+    # the parent lets go, so that nobody but the cell holds the child
     node[name] = None
     return donate(child)
 
@@ -38,6 +39,7 @@ class Nested(dict):  # type: ignore[type-arg]
 
     def __init__(self, parts: Any = (), *, cfg: Any = None, needs: Needs = Needs.ALL) -> None:
         if parts:
+            # not `self.update`, which asks for `gone`: that is not set yet
             dict.update(self, parts)
         self.cfg, self.needs = cfg, needs
         self.donated = self.gone = False
@@ -58,6 +60,7 @@ class Nested(dict):  # type: ignore[type-arg]
     def give(self) -> Nested:
         node = dict.__new__(type(self))
         dict.update(node, dict.items(self))  # not `update(self)`, which asks the methods below
+        # `had` is empty, as a tree that was given away loses its parts one by one
         node.cfg, node.needs, node.donated, node.gone, node.had = self.cfg, self.needs, True, False, ()
         self.empty()
         return node

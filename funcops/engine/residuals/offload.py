@@ -42,6 +42,7 @@ class Copies:
             host = self.room(t).copy_(t, non_blocking=True)
         self.held_by(side, t)
         self.home[host.data_ptr()] = device
+        # a later tensor may get this address, and must not be taken for the offloaded one
         weakref.finalize(host.untyped_storage(), self._forget, host.data_ptr())
         return host
 
@@ -57,6 +58,7 @@ class Copies:
 
     def on_device(self, host: Tensor, device: torch.device) -> Tensor:
         """The offloaded tensor back on its device, for the compute stream."""
+        # without a stream of ours nothing was copied beside the computation, so there is nothing to wait for
         if not self._streams or not self.own_stream(host):
             return host.to(device, non_blocking=True)
         current = self.current(device)
@@ -84,6 +86,7 @@ class Copies:
 
     def own_stream(self, t: Tensor) -> bool:
         """Whether to copy `t` on the stream for copies."""
+        # a tensor without elements has the address 0, which cannot be a key
         return t.numel() > 0 and not tracing() and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
 
     def room(self, t: Tensor) -> Tensor:

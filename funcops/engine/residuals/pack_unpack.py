@@ -63,4 +63,5 @@ def _check_fresh(where: str, tree: Any) -> None:
             value.complain(where)
         return False
 
+    # `check` sees every node on the way down, and takes none for a leaf
     tree_map(lambda leaf: leaf, tree, is_leaf=check)

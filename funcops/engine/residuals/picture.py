@@ -55,6 +55,7 @@ def grouped_bars(bars: Mapping[str, Mapping[str, float]], label: str, title: str
 
 def _figure(where: str, height: float) -> Any:
     try:
+        # not pyplot, which keeps every figure, and picks a backend for screens
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"{where} needs matplotlib: pip install matplotlib") from error
@@ -65,6 +66,7 @@ def _done(figure: Any, rows: list[str], label: str, title: str, path: str | None
     """Label the figure, and write it to `path` unless that is None."""
     (axes,) = figure.axes
     axes.set_yticks(range(len(rows)), rows)
+    # bars count from below, and the first step belongs on top
     axes.invert_yaxis()
     axes.set_xlabel(label)
     axes.set_title(title, fontsize=10)

@@ -139,6 +139,7 @@ class Policy:
             if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[0], str):
                 fail("Policy", "rules", "pairs of a glob and an action", describe(rule), TypeError)
             require_type("Policy", f"rules at {rule[0]!r}", rule[1], Save, Recompute, Offload, Compress, Drop)
+        # tuples, so that a policy has a hash: `with_policy` caches the ops that it makes
         object.__setattr__(self, "rules", rules)
         require_flag("Policy", optional=self.optional)
         for name, among in (("outputs", ("recomputable", "norms", "none")), ("blocks", ("residuals", "inputs", "offloaded"))):
@@ -163,6 +164,7 @@ class Policy:
 def means(pattern: str, path: str, waits: bool = False) -> bool:
     """Whether a pattern matches the path. `waits`: the path is a field that only a pending has; the pattern must end with its
     name."""
+    # not `fnmatch`, which takes no notice of case on Windows
     return fnmatch.fnmatchcase(path, pattern) and (not waits or pattern.endswith(path.rpartition(".")[2]))
 
 

@@ -131,6 +131,7 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
     for name, tree in (("params", params), ("x", x)):
         for path, value in _values(tree):
             for t in tensors(value):
+                # params are asked before x, so a weight that is in both is shown as the weight
                 owners.setdefault(storage_of(t), join_path(name, path))
     rows, aliased = [], 0
     for path, value, phases in kept_values(residuals):
@@ -145,6 +146,7 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
 
 
 def _check_kept(node: Any, name: str) -> None:
+    # residuals of a combinator are a dict, too, but one that can be given away
     if isinstance(node, dict) and node and not hasattr(node, "give"):
         for key, child in node.items():
             _check_kept(child, join_path(name, key))
@@ -211,6 +213,7 @@ def kept_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
         return
     if isinstance(node, Saved):
         for name, field in node.fields.items():
+            # a recomputation reads the field only where a program recomputes y
             readers = [phase for phase in Phase if phase in field.needed_by and (node.needs.recompute or phase is not RECOMPUTE)]
             phases = "+".join((phase.name or "").lower() for phase in readers)
             for path, value in _values(getattr(node, name)):
@@ -222,6 +225,7 @@ def kept_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
 
 def storage_of(t: Tensor) -> int:
     """The identity of a tensor's storage, which it shares with its views."""
+    # not the address of the data, which is 0 for every tensor on the meta device
     return t.untyped_storage()._cdata
 
 
