@@ -44,6 +44,6 @@ def test_a_name_that_is_gone_is_named():
 
 
 def test_names_of_modules_and_classes_are_found():
-    source = "A, B = 1, 2\n\n\n@call\nclass C:\n    d: int = 3\n\n    def f(self):\n        g = 1\n\n\ndef f():\n    pass\n\n\nA = 4\n"
+    source = "A, B = 1, 2\n\n\n@call\nclass C:\n    d: int = 3\n\n    def f(self):\n        g = 1\n\n\ndef f(): ...\n\n\nA = 4\n"
     assert engine_links.lines_of(source) == {"A": 1, "B": 1, "C": 5, "C.d": 6, "C.f": 8, "f": 12}
     assert engine_links.links("[`f`](../a/b.py#L7) [g](../a/b.py#L8)") == [Link("f", "a/b.py", 7)]
