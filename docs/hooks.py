@@ -84,10 +84,19 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(file)
     for path in sorted((ROOT / "examples").rglob("*.py")):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), content=path.read_text(encoding="utf-8")))
+    for path in sorted(linked_sources()):
+        files.append(File.generated(config, path, content=(ROOT / path).read_text(encoding="utf-8")))
     for page in reference.pages():
         files.append(File.generated(config, page.path, content=entries.markdown(page)))
     files.append(File.generated(config, "reference/index.md", content=entries.index()))
     return files
+
+
+def linked_sources() -> set[str]:
+    """The files of source that pages link to, by their paths in the repository, except examples, which are all in the site."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
+    found = {posixpath.normpath(f"docs/{link[1]}") for text in texts for link in LINK.finditer(CODE.sub("", text))}
+    return {path for path in found if path.endswith(".py") and not path.startswith("examples/")}
 
 
 def of_notebooks(config: Any) -> Iterator[File]:
@@ -139,12 +148,14 @@ def linked(markdown: str, at: str) -> str:
 
 
 def placed(text: str, source: str, target: str) -> str:
-    """The text of a page at `source` in the repository, with its relative links rewritten for `target` in the site."""
+    """The text of a page at `source` in the repository, with its relative links rewritten for `target` in the site. A file of
+    source has no places there, as it is plain text: a link to one of its lines leads to the file."""
 
     def moved(link: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
         inside = MOVED.get(path) or (path[5:] if path.startswith("docs/") else path)
-        return f"]({posixpath.relpath(inside, posixpath.dirname(target) or '.')}{link[2] or ''})"
+        place = "" if inside.endswith(".py") else link[2] or ""
+        return f"]({posixpath.relpath(inside, posixpath.dirname(target) or '.')}{place})"
 
     kept: list[str] = []
     hidden = CODE.sub(lambda code: kept.append(code[0]) or f"\0{len(kept) - 1}\0", text)
