@@ -61,6 +61,7 @@ def without_params(name: str, config: type, residuals: Any, fwd: Any, dgrad: Any
     checked.alone = True  # as `make_op` says of the op's own: it computes only dx
     back = pausing(checked)
 
+    # not decorated: `back` opens and checks the residuals
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Pauses:
         return None, (yield from back(residuals, dy, cfg))[0]
 
@@ -78,6 +79,7 @@ def take_turns(parts: Iterable[Pauses]) -> list[Any]:
     waiting = dict(enumerate(parts))
     found = [None for _ in waiting]
     while waiting:
+        # a list, as parts that have ended leave the dict during their turn
         for i, part in list(waiting.items()):
             try:
                 next(part)
