@@ -407,8 +407,7 @@ def check(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes = None, lik
             and not (t.requires_grad and torch.is_grad_enabled())
         ):
             return
-    # not a tensor, as `_explain` says
-    except AttributeError:
+    except AttributeError:  # not a tensor, as `_explain` says
         pass
     _explain(where, name, t, shape, dtype, like)
 
@@ -418,8 +417,7 @@ def check_rows(where: str, name: str, t: Any, width: int) -> None:
     try:
         if t.shape[-1] == width and t.dtype in FLOATS and not (t.requires_grad and torch.is_grad_enabled()):
             return
-    # not a tensor, or one without dimensions
-    except (AttributeError, IndexError):
+    except (AttributeError, IndexError):  # not a tensor, or one without dimensions
         pass
     _explain(where, name, t, (..., width), FLOATS, None)
 

@@ -501,8 +501,7 @@ def has(tree: Any, path: str) -> bool:
                 node = node[key]
             except (KeyError, ValueError):
                 return False
-        # not by `int`, which also takes "-1" and "01"
-        elif isinstance(node, (tuple, list)) and name in map(str, range(len(node))):
+        elif isinstance(node, (tuple, list)) and name in map(str, range(len(node))):  # `int` also takes "-1" and "01"
             node = node[int(name)]
         # not by `hasattr`: methods and statics are not parts of a tree
         elif type(node) in FIELDS and name in FIELDS[type(node)][0]:

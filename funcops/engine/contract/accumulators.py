@@ -37,7 +37,7 @@ def check_into(where: str, into: Any, gradients: Any) -> None:
     have, given = paths(into), {}
     for path, gradient in paths(gradients).items():
         if gradient is not None:
-            # an accumulator without a gradient is not written to: it may be None, or shared
+            # an accumulator that gets no gradient may be None, or shared: nothing is written to it
             given[path] = have[path]
             check_accumulator(where, path, have[path], gradient.shape, gradient.device)
             check_width(where, path, have[path], gradient.dtype)

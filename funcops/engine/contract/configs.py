@@ -44,8 +44,8 @@ def config(cls: type[T]) -> type[T]:
         made.__repr__, made._repr_html_ = shown, html
     made.__init__, compute = _with_suggestion(made.__init__), made.__hash__
 
-    # computed at the first use and kept: configs are keys of each cache of programs
     def __hash__(self: Any) -> int:
+        # computed at the first use and kept: configs are keys of each cache of programs
         try:
             return self._hash
         except AttributeError:
@@ -101,8 +101,8 @@ def _with_suggestion(init: Any) -> Any:
     return __init__
 
 
-# a pickle calls with arguments by position, and a config takes its fields by name alone
 def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:
+    # a pickle calls with arguments by position, and a config takes its fields by name alone
     return cls(**fields)
 
 

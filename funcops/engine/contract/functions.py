@@ -157,8 +157,7 @@ def recompute_of(node_class: Any, name: str = "") -> Callable[[F], F]:
             if not ((kind is first or kind in others) and residuals.cfg is cfg and residuals.fresh() and not residuals.needs.drop):
                 try:
                     open_node(where, residuals, class_by(where, node_class, cfg), cfg, RECOMPUTE)
-                # a chain decided to recompute, so its caller has one more remedy
-                except StaleResidualError as error:
+                except StaleResidualError as error:  # a chain decided to recompute, so its caller has one more remedy
                     raise StaleResidualError(f"{error}; or pass recompute=False to the chain, so that this y is kept") from None
             return fn(residuals, cfg)
 
@@ -215,7 +214,7 @@ def wgrad_of(
         def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
             if into is not None and type(into) is not params_class:
                 _bad_type(where, "into", into, params_class)
-            if pending is None:  # as `dgrad` returns it if no gradient of params is needed
+            if pending is None:
                 return no_gradients(params_class, cfg) if into is None else into
             if any_autocast() and (found := unusual("wgrad", where, wgrad, pending, cfg, into=into)):
                 return found[0]

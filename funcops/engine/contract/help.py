@@ -48,6 +48,5 @@ def _function(name: str, function: Any) -> list[str]:
 def _call(name: str, function: Any) -> str:
     try:
         return name + ANNOTATION.sub(r"\1\2", str(inspect.signature(function)))
-    # Python may know no signature of what is written in C
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # Python may know no signature of what is written in C
         return f"{name}(...)"

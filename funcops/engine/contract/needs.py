@@ -53,8 +53,8 @@ class Needs:
         more = f", drop={self.drop}" if self.drop else ""
         return f"Needs(x={self.x}, params={self.params}{more}{', recompute=True' if self.recompute else ''})"
 
-    # unpickled by the function that returns the one object: ops ask whether `needs is ALL`
     def __reduce__(self) -> Any:
+        # unpickled by the function that returns the one object: ops ask whether `needs is ALL`
         return _intern, (self.x, self.params, self.drop, self.recompute)
 
     def __copy__(self) -> Needs:
@@ -104,8 +104,7 @@ def _mask(side: str, value: Any) -> Mask:
         return value
     if isinstance(value, str):
         value = (value,)
-    # a tuple, as an iterator can be read only once
-    elif not isinstance(value, Mapping) and isinstance(value, Iterable):
+    elif not isinstance(value, Mapping) and isinstance(value, Iterable):  # a tuple, as an iterator can be read only once
         value = tuple(value) if not isinstance(value, tuple) else value
     if not isinstance(value, tuple) or not all(isinstance(path, str) for path in value):
         found = paths(value)

@@ -159,8 +159,8 @@ class Op(NamedTuple):
     def __repr__(self) -> str:
         return self.name
 
-    # rules and rewrites compare ops with `is`, so a copied config must hold the same op
     def __copy__(self) -> Op:
+        # rules and rewrites compare ops with `is`, so a copied config must hold the same op
         return self
 
     def __deepcopy__(self, memo: Any) -> Op:

@@ -61,8 +61,8 @@ def without_params(name: str, config: type, residuals: Any, fwd: Any, dgrad: Any
     checked.alone = True  # as `make_op` says of the op's own: it computes only dx
     back = pausing(checked)
 
-    # not decorated: `back` opens and checks the residuals
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Pauses:
+        # not decorated: `back` opens and checks the residuals
         return None, (yield from back(residuals, dy, cfg))[0]
 
     return Pausing(pausing(forward(config, name=f"{name}_fwd")(fwd)), back, bwd)
