@@ -142,6 +142,7 @@ class CheckpointWriteError(CheckpointError, OSError):
 
 def unwritten(where: str, path: object, error: BaseException) -> CheckpointWriteError:
     """The error of every checkpoint that could not be written."""
+    # an error of the system may have several lines, or no text at all
     said = " ".join(str(error).split()) or type(error).__name__
     remedy = "free space there, or choose another path; the checkpoint from before is unchanged"
     return CheckpointWriteError(f"{where}: path must be one that can be written to ({remedy}), got {str(path)!r}: {said}")
@@ -188,12 +189,14 @@ def in_step(error: Exception, name: object) -> None:
     if torch.compiler.is_dynamo_compiling():
         _in_traced_step(error, name)
         return
+    # a KeyError shows the repr of its argument, so a message would appear in quotes
     if len(error.args) == 1 and isinstance(error.args[0], str) and not isinstance(error, KeyError):
+        # kept apart: the next level cannot tell a path from the message behind it
         path, text = getattr(error, "_in_step", ("", error.args[0]))
         path = join_path(str(name), path)
         error._in_step = path, text  # type: ignore[attr-defined]
         error.args = (f"{path}: {text}",)
-    elif hasattr(error, "add_note"):
+    elif hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(f"in step {name}")
 
 
@@ -221,6 +224,7 @@ def require_count(where: str, least: int = 1, **given: object) -> None:
     """Raise unless each value is an int (not a bool) of at least `least`."""
     for name, value in given.items():
         require_type(where, name, value, int, torch.SymInt)
+        # a SymInt is not compared: that would be a guard
         if isinstance(value, int):
             require(value >= least, where, name, f"at least {least}", value)
 
@@ -229,6 +233,7 @@ def require_number(where: str, least: float = -math.inf, finite: bool = True, **
     """Raise unless each value is a number of at least `least`, not a bool, not NaN and, if `finite`, not infinite."""
     for name, value in given.items():
         require_type(where, name, value, float, int)
+        # refuses NaN, too, which is not even at least -inf
         require(value >= least, where, name, "a number" if least == -math.inf else f"at least {least:g}", value)
         require(not (finite and math.isinf(value)), where, name, "finite", value)
 
@@ -249,6 +254,7 @@ def require_device(where: str, device: Any) -> None:
     """Raise unless `device` is None or something that torch accepts as a device."""
     if device is None or isinstance(device, torch.device):
         return
+    # torch decides: the names that it knows depend on its build
     try:
         torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -260,6 +266,7 @@ def require_dtype(where: str, dtype: Any, floating: bool = True, name: str = "dt
     if dtype is None:
         return
     require_type(where, name, dtype, torch.dtype)
+    # not `is_floating_point`: formats of 8 bits are floating, too, but no op computes in them
     if floating and dtype not in FLOATS:
         fail(where, name, " or ".join(map(short, FLOATS)), short(dtype), TypeError)
 
@@ -270,6 +277,7 @@ def describe(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return repr(value)
+    # a named tuple says more by its name
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__
@@ -279,6 +287,7 @@ def describe_tree(tree: Any) -> str:
     """A tree as text, each tensor by its dtype and shape: `{'w': (float32[2], None)}`."""
     if isinstance(tree, Tensor):
         return describe(tree)
+    # a subclass, as residuals of a combinator, has a repr with its name
     if type(tree) is dict:
         return f"{{{', '.join([f'{key!r}: {describe_tree(value)}' for key, value in tree.items()])}}}"
     if type(tree) in (tuple, list):
@@ -333,6 +342,7 @@ def _parting(wanted: Any, got: Any) -> tuple[str, Any, Any]:
     if isinstance(wanted, tuple) and len(wanted) == len(got):
         pairs = [(str(i), a, b) for i, (a, b) in enumerate(zip(wanted, got, strict=True))]
     elif dataclasses.is_dataclass(wanted):
+        # a field that equality ignores cannot be the difference
         pairs = [(f.name, getattr(wanted, f.name), getattr(got, f.name)) for f in dataclasses.fields(wanted) if f.compare]
     else:
         pairs = []
@@ -379,6 +389,7 @@ def check(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes = None, lik
 
     Raises `TypeError` (not a tensor, wrong dtype), `ValueError` (wrong rank, size or device), `GradModeError`.
     """
+    # every call of an op comes here, so nothing is formatted before something is wrong
     try:
         got = t.shape
         if (
@@ -391,11 +402,12 @@ def check(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes = None, lik
                 )
             )
             and (dtype is None or (got_dtype := t.dtype) is dtype or (type(dtype) is tuple and got_dtype in dtype))
+            # two flags cost less than two devices to compare
             and (like is None or (t.is_cpu and like.is_cpu) or t.device == like.device)
             and not (t.requires_grad and torch.is_grad_enabled())
         ):
             return
-    except AttributeError:
+    except AttributeError:  # not a tensor, as `_explain` says
         pass
     _explain(where, name, t, shape, dtype, like)
 
@@ -405,7 +417,7 @@ def check_rows(where: str, name: str, t: Any, width: int) -> None:
     try:
         if t.shape[-1] == width and t.dtype in FLOATS and not (t.requires_grad and torch.is_grad_enabled()):
             return
-    except (AttributeError, IndexError):
+    except (AttributeError, IndexError):  # not a tensor, or one without dimensions
         pass
     _explain(where, name, t, (..., width), FLOATS, None)
 
@@ -425,6 +437,7 @@ def _explain(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes, like: T
         fail(where, name, show_shape(shape), f"{list(got)}{': transpose it' if turned else ''}")
     allowed = dtype if isinstance(dtype, tuple) else () if dtype is None else (dtype,)
     if allowed and t.dtype not in allowed:
+        # a param has to agree with x, and either may be the wrong one
         of_x = name.startswith("params") and like is not None and allowed == (like.dtype,)
         remedy = f": x is {short(like.dtype)}, cast one of them (funcops.trees.cast)" if of_x and like is not None else ""
         fail(where, name, " or ".join(map(short, allowed)), short(t.dtype) + remedy, TypeError)

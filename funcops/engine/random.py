@@ -53,6 +53,7 @@ def key(seed: int, *, device: Any = None) -> Tensor:
     require_type("random.key", "seed", seed, int)
     require_device("random.key", device)
     require(-(2**63) <= seed < 2**64, "random.key", "seed", "from -2^63 to 2^64 - 1", seed)
+    # int64 holds the same 64 bits: as a negative number from 2^63 on
     return torch.tensor([_signed(seed), 0], dtype=torch.int64, device=device)
 
 
@@ -68,6 +69,7 @@ def path_id(name: str) -> int:
 
 
 def _hashed(name: str) -> int:
+    # 63 bits, as `fold_in` takes no negative numbers
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -88,6 +90,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """
     check("random.fold_in", "key", key, (2,), torch.int64)
     if isinstance(data, int):
+        # refuses a bool, which Python takes for an int
         require_type("random.fold_in", "data", data, int)
         require(0 <= data < 2**63, "random.fold_in", "data", "from 0 to 2^63 - 1", data)
         return _fold_in(key, None, data)  # type: ignore[no-any-return]
@@ -103,6 +106,7 @@ def _fold_in(key: Tensor, data: Optional[Tensor], number: int) -> Tensor:
     step: Any = _signed((number + 1) * _GOLDEN) if data is None else (data.to(torch.int64) + 1) * _signed(_GOLDEN)
     z = key[1] + step
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        # a shift of int64 repeats the sign: the mask takes these bits away
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
     z = z ^ ((z >> 31) & ((1 << 33) - 1))
     return torch.stack((key[0], z))
@@ -137,6 +141,7 @@ def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Te
     c0, c1, c2, c3 = counter
     for _ in range(10):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        # a product of two words may fill the sign bit, whose copies the mask takes away after the shift
         c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
@@ -159,6 +164,7 @@ def bits(key: Tensor, n: int) -> Tensor:
 
 def _blocks(key: Tensor, block: Tensor) -> Tensor:
     """The four words of each block, one after the other."""
+    # a captured or traced draw must read its key at every run, so it is not taken as numbers
     if readable(key):
         own, at = key.tolist()
         return _blocks_in_parts(own, at, block)
@@ -174,6 +180,7 @@ def _blocks_in_parts(seed: int, stream: int, block: Tensor) -> Tensor:
     """`_blocks` by `philox`'s rounds in place, a part at a time: two to three times as fast on a CPU. The words that a round does
     not multiply are masked only at the end."""
     found = block.new_empty((len(block), 4))
+    # the keys of the rounds depend on the seed alone: once for all parts
     keys = [((seed + i * _WEYL[0]) & _LOW, ((seed >> 32) + i * _WEYL[1]) & _LOW) for i in range(10)]
     size = PART * torch.get_num_threads()
     for counter, words in zip(block.split(size), found.split(size), strict=True):
@@ -185,6 +192,7 @@ def _blocks_in_parts(seed: int, stream: int, block: Tensor) -> Tensor:
             torch.mul(c2, _MULTIPLIERS[1], out=p1)
             torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_LOW)
             torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_LOW)
+            # buffers change roles: a product is a word of the next round, and the buffer of the old word is free
             c1, p1, c3, p0 = p1, c1, p0, c3
         for i, word in enumerate((c0, c1.bitwise_and_(_LOW), c2, c3.bitwise_and_(_LOW))):
             words[:, i] = word
@@ -193,6 +201,7 @@ def _blocks_in_parts(seed: int, stream: int, block: Tensor) -> Tensor:
 
 def _words(key: Tensor, starts: Tensor, length: int) -> Tensor:
     """The words of runs of `length` elements from `starts` [R], int64[R, length]. Only the blocks that hold them are computed."""
+    # as many blocks as a run needs that begins at the last word of one
     count = (length + 6) // 4
     block = (starts // 4)[:, None] + torch.arange(count, device=starts.device)
     words = _blocks(key, block.reshape(-1)).reshape(len(starts), 4 * count)
@@ -226,12 +235,14 @@ def uniform(
     if key is None:
         return _empty("random.uniform", own, dtype, device)
     check_key("random.uniform", key)
+    # after the check of the key: a wrong one raises on the meta device, too
     if _no_values(device):
         return torch.empty(tuple(own), dtype=dtype, device="meta")
     key, n = key.to(device) if device is not None else key, math.prod(shape)
 
     def values(starts: Tensor | None, length: int) -> Tensor:
         words = bits(key, n) if starts is None else _words(key, starts, length)
+        # float32 holds 24 bits: all 32 would round up to 1, which is outside
         unit = words.to(torch.float64) * 2.0**-32 if dtype is torch.float64 else (words >> 8).to(torch.float32) * 2.0**-24
         return (low + (high - low) * unit).clamp_(first, last).to(dtype)
 
@@ -265,9 +276,11 @@ def normal(
     if _no_values(device):
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
     key, n = key.to(device) if device is not None else key, math.prod(shape)
+    # of an odd number the last sine is left out
     half = (n + 1) // 2
 
     def pairs(first: Tensor, second: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+        # + 1, as the logarithm of a word of zeros would be infinite
         radius = torch.sqrt(-2.0 * torch.log((first.to(torch.float64) + 1) * 2.0**-32))
         return radius * turn(second.to(torch.float64) * (2.0 * math.pi * 2.0**-32))
 
@@ -290,6 +303,7 @@ def _in_halves(starts: Tensor, length: int, half: int, run: Callable[[Tensor, in
     found = torch.empty(len(starts), length, dtype=torch.float64, device=starts.device)
     for rows, before, turn in ((starts + length <= half, 0, torch.cos), (starts >= half, half, torch.sin)):
         found[rows] = run(starts[rows] - before, length, turn)
+    # a run over the middle begins again at the first pair, for its sines
     for row in torch.nonzero((starts < half) & (starts + length > half))[:, 0].tolist():
         cut = half - int(starts[row])
         found[row, :cut] = run(starts[row, None], cut, torch.cos)[0]
@@ -314,6 +328,7 @@ def _drawn(draw: _Draw) -> Tensor:
     later = None if tracing() else _later.get()
     if later is None or not later.takes(len(later.draws)):
         if later is not None:
+            # holds the place of this draw, as `takes` is asked by number
             later.draws.append(None)
         return draw.values(None, 0).reshape(draw.shape)
     later.draws.append((torch.empty(draw.shape, dtype=draw.dtype, device="meta"), draw))
@@ -328,6 +343,7 @@ class _Later(NamedTuple):
     draws: list[tuple[Tensor, _Draw] | None]
 
 
+# of a context, so that draws of other threads are not deferred
 _later: ContextVar[_Later | None] = ContextVar("later", default=None)
 
 
@@ -347,6 +363,7 @@ def put_off(
     ('meta', True, True)
     """
     require_callable("random.put_off", takes=takes)
+    # apart, as a generator would check its arguments only at the `with`
     return _putting_off(takes)
 
 
@@ -386,6 +403,7 @@ def _check_ranges(where: str, shape: Sequence[int], ranges: Any) -> None:
 
 
 def _is_range(piece: Any, size: int) -> bool:
+    # by type, as a bool passes for an int
     right = isinstance(piece, (tuple, list)) and [type(n) for n in piece] == [int, int]
     return right and piece[0] >= 0 and piece[1] >= 0 and piece[0] + piece[1] <= size
 
@@ -399,10 +417,12 @@ def _in_runs(shape: Sequence[int], ranges: Sequence[Ranges], device: Any, values
     box = [pieces[0] for pieces in ranges]
     sizes = [n for _, n in box]
     cut = [dim for dim, n in enumerate(sizes) if n != shape[dim]]
+    # all of it: whole blocks in order, without an index for each word
     if not cut:
         return values(None, 0).reshape(sizes)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     starts = torch.full((), sum(start * stride for (start, _), stride in zip(box, strides, strict=True)), device=device)
+    # behind the last dimension that is cut, elements follow one another: each run ends there
     for n, stride in zip(sizes[: cut[-1]], strides, strict=False):
         starts = starts[..., None] + torch.arange(n, device=device) * stride
     return values(starts.reshape(-1), sizes[cut[-1]] * strides[cut[-1]]).reshape(sizes)
@@ -418,8 +438,10 @@ def _inside(where: str, low: float, high: float, dtype: torch.dtype) -> tuple[fl
         unit = math.ldexp(1.0, max(math.frexp(value)[1] - digits, smallest))
         return rounding(value / unit) * unit
 
+    # the width is a number of the dtype in which draws are computed, where it must not overflow
     ok = -limits.max <= low < high and high - low <= torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).max
     require(ok, where, "low, high", f"finite, low below high, and not further apart than {dtype} can represent", (low, high))
+    # `high` itself is outside: what is rounded down is the float64 before it
     first, last = nearest(low, math.ceil), min(limits.max, nearest(math.nextafter(high, -math.inf), math.floor))
     require(first <= last, where, "low, high", f"with a number of {dtype} between", (low, high))
     return first, last

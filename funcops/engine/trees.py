@@ -83,6 +83,7 @@ def leaf(shape: str, gradient: bool = True, each_of: str = "") -> Any:
 
 def static(default: Any = None) -> Any:
     """A field that is not a leaf: hashable data that belongs to the tree's structure."""
+    # by name alone, so that a node is rebuilt with its leaves by position
     return dataclasses.field(default=default, metadata={"static": True}, kw_only=True)
 
 
@@ -102,6 +103,7 @@ def tree(cls: type[T]) -> type[T]:
     (GainParams(weight=float32[3]), False)
     """
     require_type("tree", "cls", cls, type)
+    # no `eq`: leaves are tensors, which are compared by element
     made = dataclasses.dataclass(slots=True, eq=False, repr=False)(cls)
     made.__repr__ = show  # type: ignore[assignment]
     register(made)
@@ -128,6 +130,7 @@ def constant_paths(tree: Any) -> set[str]:
     """The paths of leaves that never have a gradient, such as the bias of a router."""
     by_class = _marks["constant"]
     nodes = paths(tree, is_leaf=lambda node: type(node) in by_class)
+    # other leaves of the tree are in `nodes`, too, but in no table
     return {join_path(path, name) for path, node in nodes.items() for name in by_class.get(type(node), ())}
 
 
@@ -192,6 +195,7 @@ def register(cls: type, aside: str = "") -> None:
         fail("register", "cls", "a dataclass", describe(cls) if not isinstance(cls, type) else cls.__name__, TypeError)
     require_type("register", "aside", aside, str)
     fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")]
+    # the names are written into source below
     names = tuple(exact(f.name) for f in fields if not f.metadata.get("static"))
     statics = tuple(exact(f.name) for f in fields if f.metadata.get("static"))
     FIELDS[cls] = names, statics, tuple(exact(f.name) for f in dataclasses.fields(cls) if f.metadata.get("hidden"))
@@ -228,11 +232,13 @@ def _register(cls: type, flatten: Callable[[Any], tuple[Any, Any, Any]], rebuild
         children, context, entries = flatten(node)
         return [(torch_pytree.MappingKey(e), c) for e, c in zip(entries, children, strict=True)], context
 
+    # optree calls with a node's data first, torch with its children
     optree.register_pytree_node(cls, flatten, lambda data, values: rebuild(values, data), namespace=NAMESPACE)
     torch_pytree.register_pytree_node(
         cls,
         lambda node: (list(flatten(node)[0]), flatten(node)[1]),
         rebuild,
+        # `torch.export` saves structures by this name
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=with_keys,
     )
@@ -255,6 +261,7 @@ def replace(node: T, **changes: Any) -> T:
     for name in changes:
         if name not in known:
             fail("replace", "changes", f"of fields among {', '.join(known)}", repr(name))
+    # residuals compare an edit with the forward's tensors, and hand their marks on
     own: Any = getattr(type(node), "__replace__", dataclasses.replace)
     return own(node, **changes)  # type: ignore[no-any-return]
 
@@ -286,6 +293,7 @@ def _by_path(
     found, values, _ = optree.tree_flatten_with_path(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     names = [_dotted(path) for path in found]
     by_path = dict(zip(names, values, strict=True))
+    # as of {"a.b": ..., "a": {"b": ...}}, or of the keys 1 and "1"
     if len(by_path) != len(names):  # a dict would keep the last of them, and lose the others in silence
         twice = ", ".join(sorted(path for path, count in Counter(names).items() if count > 1))
         got = f"keys with dots, or of two types, that give two leaves the same path: {twice}"
@@ -294,6 +302,7 @@ def _by_path(
 
 
 def _dotted(path: Iterable[Any]) -> str:
+    # a key of a subclass of str may print as something else
     return ".".join([part if type(part) is str else str(exact(part)) for part in path])
 
 
@@ -338,11 +347,13 @@ def cast(tree: T, dtype: torch.dtype) -> T:
 
     found = [t for t in leaves(tree, is_leaf=stands_for_one) if isinstance(t, Tensor)]
     others = [t for t in found if changes(t)]
+    # torch would refuse them without a path
     _no_pairs("cast", "tree", others, tree)
     made = []
     if others and all([_copied_at_once(t) for t in others]):
         made = [torch.empty_like(t, dtype=dtype) for t in others]
         torch._foreach_copy_(made, others)  # one launch for all tensors: on a GPU it costs the host no more than a launch for one
+    # in the order of leaves, as the map below takes them
     ready = iter(made)
 
     def one(t: Any) -> Any:
@@ -420,6 +431,7 @@ def _unflatten(where: str, spec: Any, values: Any) -> Any:
         found = list(values)
     except TypeError:
         fail(where, "values", "an iterable of leaves", describe(values), TypeError)
+    # optree would raise without the name of the function that was called
     if len(found) != spec.num_leaves:
         fail(where, "values", f"{spec.num_leaves} leaves", len(found))
     return optree.tree_unflatten(spec, found)
@@ -451,6 +463,7 @@ def at(tree: Any, path: str) -> Any:
     node, rest = tree, path
     try:
         while rest:
+            # only the dict can say where a key with dots ends
             if isinstance(node, dict):
                 key, rest = _key(node, rest)
                 node = node[key]
@@ -479,6 +492,7 @@ def has(tree: Any, path: str) -> bool:
     string."""
     require_type("has", "path", path, str)
     node, rest = tree, path
+    # at least once, so that "" is not a path
     while rest or node is tree:
         name, _, further = rest.partition(".")
         if isinstance(node, dict):
@@ -487,8 +501,9 @@ def has(tree: Any, path: str) -> bool:
                 node = node[key]
             except (KeyError, ValueError):
                 return False
-        elif isinstance(node, (tuple, list)) and name in map(str, range(len(node))):
+        elif isinstance(node, (tuple, list)) and name in map(str, range(len(node))):  # `int` also takes "-1" and "01"
             node = node[int(name)]
+        # not by `hasattr`: methods and statics are not parts of a tree
         elif type(node) in FIELDS and name in FIELDS[type(node)][0]:
             node = getattr(node, name)
         else:
@@ -514,6 +529,7 @@ def put(tree: Any, path: str, value: Any) -> Any:
 def _put(tree: Any, path: str, value: Any) -> Any:
     if isinstance(tree, dict):
         key, rest = _key(tree, path)
+        # a subclass keeps what else it holds, as residuals of a combinator their config
         made = {**tree} if type(tree) is dict else copy.copy(tree)
         made[key] = _put(tree[key], rest, value) if rest else value
         return made

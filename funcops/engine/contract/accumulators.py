@@ -37,6 +37,7 @@ def check_into(where: str, into: Any, gradients: Any) -> None:
     have, given = paths(into), {}
     for path, gradient in paths(gradients).items():
         if gradient is not None:
+            # an accumulator that gets no gradient may be None, or shared: nothing is written to it
             given[path] = have[path]
             check_accumulator(where, path, have[path], gradient.shape, gradient.device)
             check_width(where, path, have[path], gradient.dtype)
@@ -45,6 +46,7 @@ def check_into(where: str, into: Any, gradients: Any) -> None:
 
 def takes_sums(accumulator: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether a kernel of ours can add sums of gradients of `dtype` to it unrounded; true for None, to which nothing is added."""
+    # the kernels write only to contiguous memory
     return accumulator is None or (accumulator.dtype is wide(dtype) and accumulator.is_contiguous())
 
 
@@ -58,9 +60,11 @@ def check_accumulator(where: str, path: str, accumulator: Any, shape: Any, devic
         fail(where, join_path("into", path), f"on device {device}", accumulator.device)
     if not accumulator.is_floating_point():
         fail(where, join_path("into", path), "a floating dtype", accumulator.dtype, TypeError)
+    # torch would refuse its `add_`, too, but only after others were added to
     if accumulator.requires_grad and torch.is_grad_enabled():
         wanted = "a tensor that does not require grad"
         fail(where, join_path("into", path), wanted, "one that does, in grad mode", GradModeError)
+    # as above: torch refuses to add to it only when its turn comes
     if not accumulator.is_contiguous() and _overlaps_itself(accumulator):
         got = f"{describe(accumulator)} with strides {accumulator.stride()}"
         fail(where, join_path("into", path), "a tensor with memory for every element", got)
@@ -74,8 +78,10 @@ def check_width(where: str, path: str, accumulator: Tensor, dtype: torch.dtype) 
 
 def check_apart(where: str, accumulators: dict[str, Tensor], name: str = "into") -> None:
     """Raise if two of them share memory, which would get the gradients, or updates, of both."""
+    # a traced tensor has no address that could be compared
     if len(accumulators) < 2 or tracing():
         return
+    # in the order of addresses each is compared only with earlier ones that reach as far; an empty tensor shares nothing
     spans = sorted(
         [(t.data_ptr(), t.data_ptr() + _reach(t) * t.element_size(), path) for path, t in accumulators.items() if t.numel()]
     )
@@ -83,6 +89,7 @@ def check_apart(where: str, accumulators: dict[str, Tensor], name: str = "into")
     for start, stop, path in spans:
         held = [one for one in held if one[0] > start]
         for _, other in held:
+            # every tensor on the meta device has the address 0, and no memory
             if start and _share(accumulators[other], accumulators[path]):
                 fail(where, f"{name}.{path}", "a tensor of its own", f"memory of {name}.{other}")
         held.append((stop, path))
@@ -108,9 +115,11 @@ def _share(a: Tensor, b: Tensor) -> bool:
     if a.device != b.device:
         return False
     size, first = a.element_size(), min(a.data_ptr(), b.data_ptr())
+    # spans without gaps that meet share an element; elements that lie on no common grid are refused uncounted
     if (a.is_contiguous() and b.is_contiguous()) or size != b.element_size() or (a.data_ptr() - b.data_ptr()) % size:
         return True
     end = max([t.data_ptr() + _reach(t) * size for t in (a, b)])
+    # on the CPU whatever torch's default device is: places are counted, no element is read
     taken = torch.zeros((end - first) // size, dtype=torch.bool, device="cpu")
     taken.as_strided(a.shape, a.stride(), (a.data_ptr() - first) // size).fill_(True)
     return bool(taken.as_strided(b.shape, b.stride(), (b.data_ptr() - first) // size).any())

@@ -39,8 +39,10 @@ def class_by(where: str, declared: Any, cfg: Any) -> Any:
     """The declared class, or the one that the config chooses. Raises `TypeError` if the choice is for configs of another class."""
     if type(declared) is not ByConfig:
         return declared
+    # before `choose`, which reads fields that only this class of configs has
     require_config(where, cfg, declared.config)
     found = declared.choose(cfg)
+    # the decorators' fast path and the checks of `make_op` know the declared classes alone
     if found not in declared.classes:
         fail(where, "choose(cfg)", f"one of {', '.join(one.__name__ for one in declared.classes)}", describe(found))
     return found

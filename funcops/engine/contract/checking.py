@@ -39,6 +39,7 @@ __all__ = ["aliases_said", "checking"]
 any_autocast = torch._C._is_any_autocast_enabled
 _on: ContextVar[bool] = ContextVar("funcops.checking", default=select.CHECK)
 _calls = threading.local()  # `passed`: the next `asked`, by the call that is being checked, is False
+# blocks of all threads: the switches replace functions that every thread calls
 _blocks, _lock = 0, threading.Lock()
 _switches: list[Callable[[bool], None]] = []
 
@@ -46,6 +47,7 @@ _switches: list[Callable[[bool], None]] = []
 def when_switched(switch: Callable[[bool], None]) -> None:
     """Register a function to be called with whether any block is open, whenever that changes."""
     _switches.append(switch)
+    # under FUNCOPS_CHECK=1 a block is open before the modules that register later are imported
     if _blocks:
         switch(True)
 
@@ -75,6 +77,7 @@ def checking(on: bool = True) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _checking(on: bool) -> Iterator[None]:
+    # `on=False` adds 0: such a block turns checks off in its own context, not in other threads
     _count(on)
     token = _on.set(on)
     try:
@@ -87,6 +90,7 @@ def _checking(on: bool) -> Iterator[None]:
 def _count(by: int) -> None:
     global _blocks
     with _lock:
+        # only the first and the last block of all threads switch anything
         before, _blocks = _blocks > 0, _blocks + by
         if before != (_blocks > 0):
             for switch in _switches:
@@ -104,6 +108,7 @@ def asked() -> bool:
     """Whether a call must leave the fast path: ops call it in place of `any_autocast` while a block is open."""
     if torch.compiler.is_dynamo_compiling() or any_autocast():
         return any_autocast()
+    # a checked call runs the same function again, which must not be checked twice; calls inside of it are asked anew
     if getattr(_calls, "passed", False):
         _calls.passed = False
         return False
@@ -114,7 +119,9 @@ def unusual(kind: str, where: str, call: Callable[..., Any], *args: Any, **optio
     """Handle a call that must leave the fast path: raise under autocast, return `(result,)` of a checked call, else `()`. `kind`:
     "fwd", "dgrad", "wgrad" or "bwd"."""
     if any_autocast():
+        # the trees among the arguments: the second one of a wgrad is its config
         refuse_autocast(where, *args[: 1 if kind == "wgrad" else 2])
+    # autocast is on for another kind of device alone: the call goes on as if it were off
     if torch.compiler.is_dynamo_compiling() or not active():
         return ()
     found = _CHECKS[kind](where, functools.partial(_passed, call), *args, **options)
@@ -126,13 +133,16 @@ def _passed(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
         return call(*args, **options)
     finally:
+        # a call that raised before it asked leaves nothing behind for the next one
         _calls.passed = False
 
 
 def refuse_autocast(where: str, *trees: Any) -> None:
     """Raise if `torch.autocast` is on for the device of a tensor in the trees: it would cast inside the op, silently."""
     kinds = {t.device.type for t in tensors([getattr(tree, "_node", tree) for tree in trees])}  # a donated node is not a tree
+    # torch raises for a kind of device that has no autocast, such as meta
     on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
+    # without a tensor no device can be asked: any region is refused
     if on or not kinds:
         raise RuntimeError(
             f"{where}: must run outside of torch.autocast, got a region where it is on. Leave it with "
@@ -147,6 +157,7 @@ class _Noted:
     __slots__ = ("params", "x", "y")
 
     def __init__(self, params: Any, x: Any, y: Any) -> None:
+        # as text: the tensors themselves would live as long as the residuals
         self.params, self.x, self.y = [tree_map(_form, tree, is_leaf=stands_for_one) for tree in (params, x, y)]
 
 
@@ -177,6 +188,7 @@ def _backward(kind: str, where: str, call: Any, kept: Any, *args: Any, **options
     if noted is not None and dy is not None:
         _as_y(where, dy, noted.y)
     try:
+        # a backward may write over residuals that it was given for good
         before = Versions.of({"dy": dy} if type(kept) is Donated else {"dy": dy, "kept": kept})
     except DonatedError:  # which the call itself raises
         before = Versions.of({"dy": dy})
@@ -186,8 +198,10 @@ def _backward(kind: str, where: str, call: Any, kept: Any, *args: Any, **options
         dparams, dx = {"bwd": lambda: found, "dgrad": lambda: (None, found[0]), "wgrad": lambda: (found, None)}[kind]()
         if kind != "wgrad":
             _mirrors(where, "dx", dx, noted.x)
+        # with `into` the result is the accumulators, which may be wider than params
         if kind != "dgrad" and options.get("into") is None:
             _mirrors(where, "dparams", dparams, noted.params)
+        # the wgrad of this pending mirrors the same params; a pending may be any tree, also one that can hold no note
         if kind == "dgrad" and found[1] is not None and hasattr(type(found[1]), "_noted"):
             found[1]._noted = noted
     return found
@@ -244,6 +258,7 @@ def _sampled(cls: Any) -> None:
 
     def keep(*args: Any, **options: Any) -> Any:
         node = plain(*args, **options)
+        # other marks hold no version that a sample could stand beside
         if node is not None and type(node._marks) is tuple and active():
             node._marks = marks.marks_of(node)
         return node
@@ -255,6 +270,7 @@ def _switch_marks(on: bool) -> None:
     versions.sampling = active if on else bool
     if on:
         marks.on_new.append(_sampled)
+        # a list: another thread may declare a class meanwhile, which the walk over a set refuses
         for cls in list(marks.NODES):
             _sampled(cls)
     else:
@@ -265,4 +281,5 @@ def _switch_marks(on: bool) -> None:
 
 
 when_switched(_switch_marks)
+# under FUNCOPS_CHECK=1: a block around the whole program, which nothing closes
 _count(select.CHECK)

@@ -45,12 +45,14 @@ def config(cls: type[T]) -> type[T]:
     made.__init__, compute = _with_suggestion(made.__init__), made.__hash__
 
     def __hash__(self: Any) -> int:
+        # computed at the first use and kept: configs are keys of each cache of programs
         try:
             return self._hash
         except AttributeError:
             try:
                 object.__setattr__(self, "_hash", compute(self))
             except TypeError:
+                # Python's own error does not say which field it is
                 _name_unhashable(self)
                 raise
             return self._hash
@@ -61,6 +63,7 @@ def config(cls: type[T]) -> type[T]:
     made.__copy__ = lambda self: self
     made.__deepcopy__ = lambda self, memo: self
     names = [f.name for f in dataclasses.fields(made) if f.init]
+    # fills the list that `_check_types` returned before the fields of the bases were known
     checked += names
     made.__reduce__ = lambda self: (_unpickled, (type(self), {name: getattr(self, name) for name in names}))
     return made
@@ -72,6 +75,7 @@ def _name_unhashable(cfg: Any) -> None:
         try:
             hash(value)
         except TypeError as error:
+            # a config inside has named its own field already
             if "must be hashable" in str(error):
                 raise
             wanted = "hashable (a tuple in place of a list, a tuple of pairs in place of a dict)"
@@ -90,6 +94,7 @@ def _with_suggestion(init: Any) -> Any:
             unknown = next((name for name in given if name not in known), None)
             if unknown is None:
                 raise
+        # outside of the handler, so that the traceback does not begin with Python's own error
         near = "".join(f" (did you mean {name}?)" for name in difflib.get_close_matches(unknown, known, 1))
         fail(type(self).__name__, "arguments", f"of its fields, {', '.join(known) or 'none'}{near}", unknown, TypeError)
 
@@ -97,6 +102,7 @@ def _with_suggestion(init: Any) -> Any:
 
 
 def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:
+    # a pickle calls with arguments by position, and a config takes its fields by name alone
     return cls(**fields)
 
 
@@ -120,12 +126,14 @@ def _check_types(cls: Any) -> list[str]:
     fields: list[str] = []
     wanted: dict[str, tuple[type, ...]] = {}
     for name, annotation in cls.__dict__.get("__annotations__", {}).items():
+        # annotations are text in a file that postpones them, else types
         words = (annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))).split(" | ")
         if all([word in _TYPES for word in words]):
             wanted[name] = tuple([t for word in words for t in _TYPES[word]])
     given = getattr(cls, "__post_init__", None)
 
     def __post_init__(self: Any) -> None:
+        # names get into generated source and paths, where the repr of a subclass of str must not
         for name in fields:
             value = getattr(self, name)
             if type(value) not in _PLAIN:
@@ -133,8 +141,10 @@ def _check_types(cls: Any) -> list[str]:
         for name, types in wanted.items():
             value = getattr(self, name)
             require_type(type(self).__name__, name, value, *types)
+            # NaN, which would make equal configs differ
             if value != value:
                 fail(type(self).__name__, name, "a number", value)
+            # infinity passes: a class that takes finite numbers alone says so in its own check
             if float in types and value is not None and LARGEST < abs(value) < math.inf:
                 fail(type(self).__name__, name, f"at most {LARGEST:.3g} in magnitude, the largest float32", value)
         if given is not None:
@@ -216,6 +226,7 @@ class OpConfig:
             fail(where, f"x of step {path!r}", f"[..., {wanted}]", f"[..., {width.size}] of step {width.of!r}")
         if given is None:
             return None
+        # a step that takes any width passes it on: an error names the step that set it
         return width if width is not None and wanted is None and given == width.size else Width(given, path)
 
     def wanted(self) -> int | None:
@@ -306,6 +317,7 @@ class Composite(OpConfig):
         """Name, op and config of each part, in the order of the forward; the body of a repeat once, as "*"."""
         if self.members:
             return [(step.name, step.op, step.cfg) for step in self.members]
+        # a combinator need only say how its parts are replaced: that lists them, too
         found: list[tuple[Any, Any, Any]] = []
 
         def note(name: Any, op: Any, inner: Any) -> tuple[Any, Any]:
@@ -330,6 +342,7 @@ class Composite(OpConfig):
     def gradient_shapes(self) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
         """The `shapes` of the params. A method, as `program_while_tracing` is: a tracer takes its result as a constant, and would
         otherwise trace every `init`, and warn of the cache around it."""
+        # a tracer lets Python run this: it must fill no memo that the trace has looked into
         with reading():
             return tuple(shapes(self.abstract()).items())
 
@@ -355,8 +368,10 @@ def require_config(where: str, cfg: Any, wanted: type | None = None) -> None:
 def own_function(where: str, cfg: Any) -> str:
     """The remedy for the config of another op: the same function of that op, if its name says which."""
     half, own = where.rpartition("_")[2], type(cfg).__name__.removesuffix("Config")
+    # `where` may be another function, such as a rewrite: the other op has no function to name instead
     if half not in ("init", "fwd", "bwd", "dgrad", "wgrad", "recompute"):
         return ""
+    # an op is a name in the module of its config, which must be imported already
     module = sys.modules.get(type(cfg).__module__)
     for name, value in vars(module).items() if isinstance(cfg, OpConfig) and module is not None else ():
         if getattr(value, "config", None) is type(cfg) and name.replace("_", "").lower() == own.lower():
@@ -375,6 +390,7 @@ def found_once(cfg: Any, name: str, find: Callable[[], T]) -> T:
     found = getattr(cfg, f"found_{name}", None)
     if found is None:
         found = find()
+        # a tracer cannot write to an object outside of its graph
         if found and not torch.compiler.is_dynamo_compiling():
             object.__setattr__(cfg, f"found_{name}", found)
     return found

@@ -17,6 +17,7 @@ def digest(t: Tensor) -> int:
     # Words at a time: in a cache, and little memory beside t's; on a device few launches, each of which the sum waits for.
     most = max(64, min(2**15, whole // 256)) if t.device.type == "cpu" else 2**22
     step, total, at = -0x61C8864680B583EB, 0, 0
+    # places count from 1: the mixing function maps 0 to 0, so a zero at place 0 would not count
     places = torch.arange(1, min(most, whole // 8) + 2, device=t.device) * step
     tail = torch.zeros(16, dtype=torch.uint8, device=t.device)
     tail[: size - whole] = flat[whole:]
@@ -25,6 +26,7 @@ def digest(t: Tensor) -> int:
         if piece.data_ptr() % 8 or piece.storage_offset() % 8:  # a view of a mapped file
             piece = piece.clone()
         words = piece.view(torch.int64)
+        # sums of 64 bits wrap, so the result depends neither on the pieces nor on a device's order of adding
         total += int(_mixed(words ^ (places[: len(words)] + _signed(at * step))).sum())
         at += len(words)
     return total % 2**64

@@ -50,12 +50,14 @@ class Field(NamedTuple):
         return (self.alias or "").startswith("params")
 
     def wanted(self, needs: Needs) -> bool:
+        # a program recomputes y from this field, whichever gradients are needed
         if needs.recompute and self.recompute:
             return True
         sides = {"x": (needs.x, needs.input), "params": (needs.params, needs.param)}
         for gradient in self.of:
             side, _, path = gradient.partition(".")
             whole, part = sides[side]
+            # a bare "x" or "params" means any gradient on that side
             if part(path) if path else whole:
                 return True
         return False
@@ -79,6 +81,7 @@ def saved(
     - `blocks`: the backward also reads a `Packed` of blocks (`funcops.engine.residuals.forms`), as a policy compresses it.
 
     A field with an alias, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
+    # gradients exist of x and params alone; a kept tensor may be a part of any of the trees
     for path, known in ((alias, ROOTS), *((one, ("x", "params")) for one in of)):
         if path is not None and path.partition(".")[0] not in known:
             fail("saved", "alias" if path == alias else "of", f"a path below {', '.join(known)}", repr(path))
@@ -95,6 +98,7 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(x: tuple[Any, ...]) -> Inputs:
+        # made once for plain tuples: every forward with a tuple for x asks
         if type(x) is tuple and len(x) < len(_PLAIN):
             return _PLAIN[len(x)] if len(x) != 2 or type(x[0]) is not tuple else NESTED
         return Inputs(getattr(type(x), "_make", tuple), len(x))

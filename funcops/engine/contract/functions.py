@@ -47,6 +47,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ALL = Needs.ALL
 NoneType = type(None)
 any_autocast = torch._C._is_any_autocast_enabled
+# replaced, not tested: while no block is open a call pays only for the question about autocast
 when_switched(lambda on: globals().update(any_autocast=asked if on else torch._C._is_any_autocast_enabled))
 
 
@@ -67,6 +68,7 @@ def forward(
                 _bad_type(where, "params", params, params_class)
             if any_autocast() and (found := unusual("fwd", where, fwd, params, x, cfg, needs=needs)):
                 return found[0]
+            # ALL names no path that could be missing
             if needs is not ALL:
                 check_needs(where, needs, params, x)
             return fn(params, x, cfg, needs=needs)
@@ -89,6 +91,7 @@ def init_of(config: type) -> Callable[[F], F]:
             require_config(where, cfg, config)
             require_device(where, device)
             require_dtype(where, dtype)
+            # without a key params may be on the meta device, where nothing is drawn
             if key is not None:
                 random.check_key(where, key)
             return fn(cfg, key=key, device=device, dtype=dtype)
@@ -116,6 +119,7 @@ def dgrad_of(
             node = residuals
             if type(node) is Donated and node._node is not None:  # `take` written out; of a spent cell `open_node` raises
                 node, residuals._node = node._node, None
+            # the usual call enters no further function; `open_node` passes an equal config, and says what is wrong otherwise
             if (
                 (type(node) is first or type(node) in others)
                 and node.cfg is cfg
@@ -125,6 +129,7 @@ def dgrad_of(
             ):
                 return fn(node, dy, cfg)
             node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
+            # an IDLE node has nothing to read; an op with params runs all the same, as a bias gets its gradient from dy alone
             nothing = dy is None or (dgrad.alone and node._marks is IDLE)  # type: ignore[attr-defined]
             return (node.nothing(), None) if nothing else fn(node, dy, cfg)
 
@@ -152,7 +157,7 @@ def recompute_of(node_class: Any, name: str = "") -> Callable[[F], F]:
             if not ((kind is first or kind in others) and residuals.cfg is cfg and residuals.fresh() and not residuals.needs.drop):
                 try:
                     open_node(where, residuals, class_by(where, node_class, cfg), cfg, RECOMPUTE)
-                except StaleResidualError as error:
+                except StaleResidualError as error:  # a chain decided to recompute, so its caller has one more remedy
                     raise StaleResidualError(f"{error}; or pass recompute=False to the chain, so that this y is kept") from None
             return fn(residuals, cfg)
 
@@ -188,6 +193,7 @@ def bwd_of(
             ):
                 return fn(node, dy, cfg, into=into)
             node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD, dy)
+            # a dy of None means zero, which adds nothing to `into`
             nothing = no_gradients(params_class, cfg) if into is None else into
             return (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
 
@@ -259,8 +265,10 @@ def derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
             node, residuals._node = node._node, None
         if not ((type(node) is first or type(node) in others) and node.cfg is cfg and node.fresh() and not node.needs.drop):
             node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD, dy)
+        # the halves without their checks, which are done above
         dx, pending = (node.nothing(), None) if dy is None else raw_dgrad(node, dy, cfg)
         del node  # nobody else has one that was given away: its leaves are freed before the weight gradient
+        # the checked wgrad answers a pending of None, the raw one does not
         if pending is None:
             return wgrad(None, cfg, into=into), dx
         return raw_wgrad(pending, cfg, into=into), dx
@@ -291,6 +299,7 @@ def dgrad_as_bwd(name: str, dgrad: Any) -> Any:
         ):
             return None, raw_dgrad(node, dy, cfg)[0]
         node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
+        # as in `dgrad_of`: an IDLE node has nothing that a dx could be made of
         return None, node.nothing() if dy is None or node._marks is IDLE else raw_dgrad(node, dy, cfg)[0]
 
     return with_raw(_named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name)), (raw_dgrad, None))
@@ -324,6 +333,7 @@ def no_wgrad(name: str, config: type) -> Any:
 
 def _named(fn: Any, name: str, module: str, doc: str) -> Any:
     fn.__name__ = fn.__qualname__ = name
+    # an op is pickled as a name of this module (`Op.__reduce__`)
     fn.__module__ = module
     fn.__doc__ = doc
     return fn

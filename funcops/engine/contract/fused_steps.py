@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 __all__ = ["watch"]
 
+# by id, as tensors are compared by their elements; weakly, as a parameter may be dropped
 _watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
@@ -22,6 +23,7 @@ def watch(parameters: Iterable[Tensor]) -> None:
     _watched.update({id(p): p for p in parameters})
 
 
+# one hook in the process, and none before there is something to watch
 @functools.cache
 def _listen() -> Any:
     return register_optimizer_step_post_hook(_count)
@@ -29,6 +31,7 @@ def _listen() -> Any:
 
 def _count(optimiser: torch.optim.Optimizer, *_: Any) -> None:
     fused: list[Tensor] = [p for group in optimiser.param_groups if group.get("fused") for p in group["params"]]
+    # an id may be another tensor's by now; a parameter without a gradient is not written to
     written = [p for p in fused if p.grad is not None and _watched.get(id(p)) is p]
     if written:
         torch.autograd.graph.increment_version(written)

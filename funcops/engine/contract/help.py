@@ -28,6 +28,7 @@ class PageOf(str):
 def page(op: Any) -> str:
     """The docstring of the file of an op, its config, its functions with their signatures, and how to take gradients."""
     home = sys.modules.get(str(getattr(op.fwd, "__module__", "")))
+    # an op made from another, as by remat, has functions in a file that is not about it
     found = inspect.getdoc(home) if home is not None and getattr(home, op.name, None) is op else None
     lines = [found or f"The op {op.name}.", "", _call(op.config.__name__, op.config)]
     if about := inspect.getdoc(op.config):
@@ -47,5 +48,5 @@ def _function(name: str, function: Any) -> list[str]:
 def _call(name: str, function: Any) -> str:
     try:
         return name + ANNOTATION.sub(r"\1\2", str(inspect.signature(function)))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # Python may know no signature of what is written in C
         return f"{name}(...)"

@@ -39,6 +39,7 @@ class Gone:
         self._path = path
 
     def __getattr__(self, name: str) -> Any:
+        # Python and its tools probe any object for such names, and expect this error
         if name.startswith("__") and (name in _OF_ANY_OBJECT or not hasattr(Tensor, name)):
             raise AttributeError(name)
         self._refuse()
@@ -48,6 +49,7 @@ class Gone:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # the leaf may be in a list, as in an argument of `torch.cat`
         next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, Gone))._refuse()
 
     def __format__(self, spec: str) -> str:
@@ -57,6 +59,7 @@ class Gone:
         return "donated"
 
 
+# comparing and pickling are uses of the values, though any object has these methods
 _OF_ANY_OBJECT = {*dir(Gone), "__annotations__", "__dict__", "__weakref__"} - {
     "__eq__",
     "__ne__",
@@ -67,6 +70,7 @@ _OF_ANY_OBJECT = {*dir(Gone), "__annotations__", "__dict__", "__weakref__"} - {
     "__reduce__",
     "__reduce_ex__",
 }
+# numbers and lists have methods that a tensor lacks, and Python's functions look for them, too
 for _name in {name for kind in (Tensor, complex, float, int, list) for name in dir(kind) if name.startswith("__")} - _OF_ANY_OBJECT:
     if callable(getattr(Tensor, _name, len)):  # Python looks these up on the type
         setattr(Gone, _name, Gone._refuse)
@@ -87,6 +91,7 @@ def marks_of(node: Any) -> Any:
     """The marks of a node, some of whose tensors may have no version; None if no tensor has one, IDLE if residuals hold nothing and
     need no gradient of x."""
     found = tuple([versions(getattr(node, name), mark_of) for name in node.guarded])
+    # inference tensors have no version
     if any([mark is not None for mark in _flat(found)]):
         return found
     idle = node.kind == "residuals" and not node.needs.x and not node.needs.recompute
@@ -109,6 +114,7 @@ def stale_path(node: Any) -> str | None:
         if mark != versions(value, version):
             found = [i for i, (t, before) in enumerate(_pairs(value, mark)) if before != version(t)]
             inside = [path for path, t in paths(value).items() if isinstance(t, Tensor)]
+            # no tensor was written to, but the tree now has others, or another number of them
             path = inside[found[0]] if found else ""
             return join_path(name, path)
     return None
@@ -249,6 +255,7 @@ class Moved(NamedTuple):
 
     @staticmethod
     def of(node: Any) -> Aside:
+        # a traced node has no marks to hand on
         if torch.compiler.is_dynamo_compiling():
             return _NOTHING
         marks = node._marks
@@ -257,6 +264,7 @@ class Moved(NamedTuple):
         forms: dict[str, list[Form | None]] = {}
         holes: dict[str, int] = {}
         others: tuple[Known, ...] = ()
+        # the forms of the forward, not of an edit: however many edits follow, each is compared with the forward
         if type(marks) is Unlike:
             before, marks = marks.before, marks.marks
             forms, holes = before.forms, before.holes
@@ -264,6 +272,7 @@ class Moved(NamedTuple):
         else:
             for name in node.fields:
                 value = getattr(node, name)
+                # the usual field, without a walk: every flatten of a node comes here
                 if type(value) is Tensor:
                     forms[name], holes[name] = [Form(value.dtype, value.shape, value.device)], 0
                 else:
@@ -289,6 +298,7 @@ class Moved(NamedTuple):
         views: dict[Any, Any] = {}
 
         def of_a_view(t: Any, otherwise: Any) -> Any:
+            # collected for the first leaf that is another: most walks move the tensors themselves
             if not views:
                 views.update({(storage, version(one)): mark for one, mark in alive if (storage := _storage(one)) is not None})
             return views.get((_storage(t), version(t)), otherwise)
@@ -307,6 +317,7 @@ class Moved(NamedTuple):
 
             return versions(value, read)
 
+        # else no tensor had a version, and `post_init` has marked what is in the node now
         if any([one.mark is not None for one in every]):
             found = tuple([marks(name) for name in node.guarded])
             node._marks = found if any([mark is not None for mark in _flat(found)]) else None
@@ -316,6 +327,7 @@ class Moved(NamedTuple):
         """Note the first leaf that is missing, or has not the form that the forward gave it. All leaves of a node may be moved to
         another device together: its backward then runs there. A cast is never right: the backward also knows the
         dtypes of x and dy, which are not among the leaves."""
+        # most nodes only moved: they need no list of their leaves
         if all([_as_before(getattr(node, name), forms) for name, forms in self.forms.items()]):
             return
         rows: list[tuple[str, Form, Any]] = []
@@ -348,6 +360,7 @@ def _as_before(value: Any, forms: list[Form | None]) -> bool:
 
 def _unlike(rows: list[tuple[str, Form, Any]]) -> tuple[str, str, str, type[Exception]] | None:
     """The path of the first leaf without its form, what it must be, what it is, and the error to raise; else None."""
+    # all on one device: the node was moved as a whole, so devices are not compared
     moved = len({got.device for _, _, leaf in rows if (got := _form(leaf))}) == 1
     for path, form, leaf in rows:
         got = _form(leaf)
@@ -362,6 +375,7 @@ def _unlike(rows: list[tuple[str, Form, Any]]) -> tuple[str, str, str, type[Exce
 def edited(node: Any, **changes: Any) -> Any:
     """`replace` of a node: a node with other values in some fields, which count as fresh, not as copies of the old values."""
     moved = Moved.of(node)
+    # while a compiler traces, no facts exist
     if moved.value is not None:
         moved = Aside(moved.value.edited(changes))
     return dataclasses.replace(node, **{"_moved": moved, **changes})
@@ -373,6 +387,7 @@ def told(node: Any) -> tuple[Any, ...]:
     marks = unlike.marks if unlike else node._marks
     now = [versions(getattr(node, name), version) for name in node.guarded]
     stale = [name for name, mark, new in zip(node.guarded, marks or (), now, strict=False) if mark != new]
+    # nothing about tensors: a copy has others, and weak references cannot be pickled
     return stale, unlike and (*unlike[:4], Moved({}, unlike.before.forms, unlike.before.holes))
 
 

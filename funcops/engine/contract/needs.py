@@ -54,6 +54,7 @@ class Needs:
         return f"Needs(x={self.x}, params={self.params}{more}{', recompute=True' if self.recompute else ''})"
 
     def __reduce__(self) -> Any:
+        # unpickled by the function that returns the one object: ops ask whether `needs is ALL`
         return _intern, (self.x, self.params, self.drop, self.recompute)
 
     def __copy__(self) -> Needs:
@@ -103,7 +104,7 @@ def _mask(side: str, value: Any) -> Mask:
         return value
     if isinstance(value, str):
         value = (value,)
-    elif not isinstance(value, Mapping) and isinstance(value, Iterable):
+    elif not isinstance(value, Mapping) and isinstance(value, Iterable):  # a tuple, as an iterator can be read only once
         value = tuple(value) if not isinstance(value, tuple) else value
     if not isinstance(value, tuple) or not all(isinstance(path, str) for path in value):
         found = paths(value)
@@ -111,12 +112,14 @@ def _mask(side: str, value: Any) -> Mask:
             if not isinstance(wanted, bool):
                 fail("Needs", f"{side} at {path!r}", "a bool, or every entry a path", repr(wanted), TypeError)
         value = [path for path, wanted in found.items() if wanted]
+    # equal masks get one form, by which the one object is found; a mask without paths is False
     return tuple(sorted(set(exact(tuple(value))))) or False
 
 
 def _covers(mask: Mask, path: str) -> bool:
     if isinstance(mask, bool):
         return mask
+    # also of a part that holds a path of the mask: a combinator asks about the part first
     return any(path == m or path.startswith(m + ".") or m.startswith(path + ".") for m in mask)
 
 
@@ -151,6 +154,7 @@ def check_needs(where: str, needs: Any, params: Any, x: Any) -> None:
         for path in needs.params:
             if not any(k == path or k.startswith(path + ".") for k in known):
                 globs = " (needs take no globs)" if "*" in path else ""
+                # only params that exist are suggested, though an absent one, such as a bias, may be named
                 there = [k for k, t in known.items() if t is not None]
                 fail(where, "needs.params", f"paths among {nearest(path, there) or '(no params)'}", f"{path!r}{globs}")
     if isinstance(needs.x, tuple) and (unknown := [path for path in needs.x if not has(x, path)]):

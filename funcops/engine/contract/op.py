@@ -160,6 +160,7 @@ class Op(NamedTuple):
         return self.name
 
     def __copy__(self) -> Op:
+        # rules and rewrites compare ops with `is`, so a copied config must hold the same op
         return self
 
     def __deepcopy__(self, memo: Any) -> Op:
@@ -168,10 +169,12 @@ class Op(NamedTuple):
     def __reduce__(self) -> Any:
         """Pickle by reference: a name in the module of its functions or config, or what made it from others (`made_by`)."""
         for module in dict.fromkeys([str(getattr(of, "__module__", "")) for of in (self.fwd, self.config, self.init)]):
+            # a list, as an import in another thread may add names meanwhile
             for name, value in list(vars(sys.modules.get(module, Op)).items()):
                 if value is self:
                     return _op_at, (module, name)
         make, args = getattr(self.fwd, "made_by", (None, ()))
+        # `op._replace(...)` keeps the fwd and so its `made_by`, which makes the op from before the change
         if make is None or make(*args) != self:
             wanted = "a name of the module of its fwd, or made by remat or with_policy"
             fail("pickle", f"op {self.name!r}", wanted, "another op", pickle.PicklingError)
@@ -234,6 +237,7 @@ def make_op(
     if wgrad is not None and init is None:
         fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
     _check_decorated(name, fwd, dgrad, wgrad, bwd, recompute)
+    # names get into source and paths as plain text
     name, written = exact(name), bwd
     init = init or no_init(name, config)
     if wgrad is None:
@@ -256,6 +260,7 @@ def make_op(
 def _check_decorated(name: str, fwd: Any, dgrad: Any, wgrad: Any, bwd: Any, recompute: Any) -> None:
     """Raise `TypeError` for a function without the decorator that a derived one needs, and for params without a wgrad."""
     where, instead = f"make_op {name!r}", ", or given together with bwd"
+    # only a derived bwd asks the halves what they open
     for given, decorator in () if bwd is not None else ((dgrad, "dgrad_of(Residuals)"), (wgrad, "wgrad_of(Pending, Params)")):
         if given is not None and not hasattr(given, "opens"):
             fail(where, decorator.partition("_")[0], f"decorated with @{decorator}{instead}", "a plain function", TypeError)
@@ -276,6 +281,7 @@ def _check_paths(name: str, params: Any, keeps: Any, pending: Any) -> None:
         for field, declared in node.fields.items():
             for argument, path in (("alias", declared.alias or ""), *(("of", each) for each in declared.of)):
                 side, _, rest = path.partition(".")
+                # the first name alone: below it may be a tree, whose leaves no class declares
                 if rest and side in leaves and rest.partition(".")[0] not in leaves[side]:
                     where, known = f"make_op {name!r}, {node.__name__}.{field}", " or ".join(leaves[side])
                     fail(where, argument, f"{said[side]}, {known}", repr(path))
@@ -288,10 +294,12 @@ def _products(wgrad: Any, written: Any) -> Any:
     checked = wgrad
     if written is not None:
         node_class, params_class = wgrad.opens
+        # it opens the same pending as the wgrad does, so it needs the same checks
         checked = wgrad_of(node_class, params_class, name=wgrad.__name__)(written)
 
     def products(pending: Any, cfg: Any, *, into: Any) -> list[Any]:
         found = checked(pending, cfg, into=into)
+        # if none was written, `checked` is the wgrad, which has added to `into` already
         return [] if written is None or pending is None else found  # type: ignore[no-any-return]
 
     return products
@@ -316,6 +324,8 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
     the function and arguments that make it, by which it is pickled."""
     fwd.made_by = made_by
     if "wgrad" in changes:
+        # the products of the other op would go past the new wgrad
         changes.setdefault("products", _products(changes["wgrad"], None))
+    # each of these runs the op inside, past the new functions
     dropped = dict.fromkeys(("recompute", "lower", "prefetch", "layer", "pausing"))
     return op._replace(**{"fwd": fwd, **dropped, **changes})

@@ -62,6 +62,7 @@ def without_params(name: str, config: type, residuals: Any, fwd: Any, dgrad: Any
     back = pausing(checked)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Pauses:
+        # not decorated: `back` opens and checks the residuals
         return None, (yield from back(residuals, dy, cfg))[0]
 
     return Pausing(pausing(forward(config, name=f"{name}_fwd")(fwd)), back, bwd)
@@ -78,6 +79,7 @@ def take_turns(parts: Iterable[Pauses]) -> list[Any]:
     waiting = dict(enumerate(parts))
     found = [None for _ in waiting]
     while waiting:
+        # a list, as parts that have ended leave the dict during their turn
         for i, part in list(waiting.items()):
             try:
                 next(part)

@@ -33,6 +33,7 @@ class Note(NamedTuple):
 class _Thread(threading.local):
     """`made`: the notes of the innermost first run; `given`: a second run's notes that no forward has taken."""
 
+    # of the class, so that every thread begins without notes
     made: list[Note] | None = None
     given: list[Note] | None = None
 
@@ -43,6 +44,7 @@ _thread = _Thread()
 used = False  # an op that makes notes sets it: until then a compiler traces nothing of this
 
 
+# no `contextmanager`, which opens only once: a forward with pauses enters its block anew at every turn
 class _Run:
     """A block with other notes in its thread."""
 
@@ -50,6 +52,7 @@ class _Run:
     given: Any
 
     def __enter__(self) -> Any:
+        # stays None while no op makes notes: such a block changes nothing, so it restores nothing
         self._before: Any = None
         if used:
             self._before = _thread.made, _thread.given
@@ -102,7 +105,9 @@ def note(owner: Any, make: Callable[[], N]) -> N | None:
         if at is None:
             got = f"another call of {owner} (under torch.compile, leave the function that calls it out with torch.compiler.disable)"
             fail("remat", "the second run of a forward", "of the calls of the first one", got, RuntimeError)
+        # taken out: a second call of the same owner finds its second note
         found = given.pop(at)
+    # also in a second run: a remat inside of another keeps the note for its own
     if made is not None:
         made.append(found)
     return found.content  # type: ignore[no-any-return]

@@ -119,6 +119,7 @@ class Saved:
         self.unused("==")
         return self is other
 
+    # a class that defines `__eq__` has no hash otherwise
     __hash__ = object.__hash__
 
     def give(self) -> Any:
@@ -132,6 +133,7 @@ class Saved:
         """A copy of this node, which must be fresh, with `changes`."""
         self.unused("copy")  # type: ignore[attr-defined]
         given = {name: getattr(self, name) for name in self.names}  # type: ignore[attr-defined]
+        # `dropping(())`, as `keep` would leave out again what a program has filled in
         made: Any = self.keep(self.cfg, self.needs.dropping(()), **given | changes)  # type: ignore[attr-defined]
         made.needs = self.needs  # type: ignore[attr-defined]  # which may leave out what a program has filled in
         return made  # type: ignore[no-any-return]
@@ -140,6 +142,7 @@ class Saved:
         """Change fields in place. The new values are marked as fresh; the other fields keep their marks."""
         self.unused("set")
         for name, value in changes.items():
+            # past our own `__setattr__`: these values need no comparison with the forward's
             object.__setattr__(self, name, value)
         marks = self._marks
         if type(own := marks.marks if type(marks) is Unlike else marks) is tuple:
@@ -207,6 +210,7 @@ class Donated:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
+            # tools that probe any object, as `copy` does, expect this error
             raise AttributeError(name)
         raise DonatedError(f"{name} of donated {self._kind} must not be used, got a use beside the one call that takes it")
 
@@ -233,6 +237,7 @@ class _Declared(type):
 
     def __new__(mcls, name: str, bases: tuple[type, ...], body: dict[str, Any], static: tuple[str, ...] = ()) -> Any:
         made = super().__new__(mcls, name, bases, body)
+        # the two bases, and the class that `dataclass(slots=True)` makes anew through here, are ready
         return made if "kind" in body or "__dataclass_fields__" in body else _node_class(made, static)
 
 
@@ -272,6 +277,7 @@ def pending(cls: type[T]) -> Any:
 def _declared(cls: Any, base: type) -> Any:
     if isinstance(cls, _Declared):
         return cls
+    # these descriptors belong to the plain class, and do not fit objects of the new one
     body = {name: value for name, value in cls.__dict__.items() if name not in ("__dict__", "__weakref__")}
     return _Declared(cls.__name__, (base,), body)
 
@@ -287,21 +293,26 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
         setattr(cls, name, static())
     cls.cfg, cls.needs = static(), static(Needs.ALL)
     cls._marks = dataclasses.field(default=None, init=False, metadata={"hidden": True})
+    # no `eq`: fields are tensors, which are compared by element
     made: Any = dataclasses.dataclass(slots=True, eq=False, repr=False)(cls)
     made.__repr__ = show
     made.fields = {f.name: f.metadata["saved"] for f in dataclasses.fields(made) if "saved" in f.metadata}
     names = [f.name for f in dataclasses.fields(made) if f.init and f.name not in ("cfg", "needs")]
     made.names = tuple(names)
     made.guarded = tuple(n for n, f in made.fields.items() if f.alias or f.tree)
+    # each field is a local of the written methods
     for name in [n for n in names if n in _OWN]:
         fail(f"{cls.__name__}.{name}", "its name", "one that the methods which are written for it leave free", repr(name))
     odd = [n for n, f in made.fields.items() if made.kind == "pending" and f.needed_by is not WGRAD]
     if odd:
         fail(f"{cls.__name__}.{odd[0]}", "needed_by", "WGRAD, as only wgrad reads a pending", made.fields[odd[0]].needed_by)
+    # by `type`, as `_Declared` would make a node class of it; without slots, so that a node may change to it and back
     made.unwatched = type.__new__(_Declared, cls.__name__, (made,), {"__slots__": (), "__setattr__": object.__setattr__})
     for name, method in _write_methods(made).items():
         setattr(made, name, method)
+    # for programs, which write the test of a node's marks into their source
     made.marks_source = "".join([mark_source(f"n.{n}", made.fields[n].tree, "t") + ", " for n in made.guarded])
+    # a flatten reads `_moved` off a node, and the rebuild passes it to `__init__`
     made._moved, made.__replace__ = property(Moved.of), edited
     register(made, aside="_moved")
     announce(made)
@@ -417,8 +428,10 @@ def _write_methods(cls: Any) -> dict[str, Any]:
     names = cls.names
     source = _SOURCE.format(
         parameters="".join(f", {n}=None" for n in names),
+        # under ALL a field is left out only if nothing but a recomputation reads it
         plain=lines("{n} = None", [n for n, field in cls.fields.items() if not field.wanted(Needs.ALL)]),
         drops="\n        ".join(f"if {n!r} in drop: {n} = None" for n in names) or "pass",
+        # for a pending a number that it never reaches: only residuals are idle
         idle=len(cls.fields) if cls.kind == "residuals" else len(names) + 1,
         assigns=lines("self.{n} = {n}", names),
         copies=lines("made.{n} = self.{n}", names),
@@ -440,6 +453,7 @@ def _write_methods(cls: Any) -> dict[str, Any]:
 def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any] | None) -> tuple[str, ...] | None:
     """The fields that `needs` does not require; None if it requires none at all. A tracer has no memo, as it would guard on all of
     the memo's entries."""
+    # a pending serves weight gradients alone
     asked = needs.params if cls.kind == "pending" else needs
     found = tuple(n for n, field in cls.fields.items() if n in needs.drop or not field.wanted(needs)) if asked else None
     return found if memo is None else remember(memo, needs, found)
@@ -458,11 +472,13 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any, phase: Phase | None = N
         fail(where, cls.kind, f"{cls.__name__} or donate() of it", got + hint, TypeError)
     if not node.fresh():
         node.complain(where)
+        # `complain` lets a node pass that was moved as a whole
         if dy is not None and type(node._marks) is Unlike:
             _check_moved(where, node, dy)
     if node.cfg is not cfg and not equal(node.cfg, cfg):
         expected, got = differing_parts(node.cfg, cfg)
         fail(where, "cfg", f"the config of the forward, {expected}", got)
+    # without a phase the caller completes the node itself, as remat and packing do
     if phase is not None and node.needs.drop:
         _check_whole(where, node, phase)
     return node

@@ -40,13 +40,16 @@ class _Printer:
 
     def opened(self, value: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
         """Return what opens a value, its named parts, and what closes it; None for a value without parts."""
+        # a class with a repr of its own is left to it
         if dataclasses.is_dataclass(value) and type(value).__repr__ is shown:
+            # optimisers say so: their defaults are worth reading
             every = getattr(type(value), "shows_defaults", False)
             fields = [f for f in dataclasses.fields(value) if f.init and f.repr and (every or not _usual(f, value))]
             return f"{type(value).__name__}(", [(f"{f.name}=", getattr(value, f.name)) for f in fields], ")"
         return ("(", [("", one) for one in value], ")") if type(value) is tuple and value else None
 
     def line(self, value: Any) -> str:
+        # once for each part: a config of depth n would write its innermost part 2^n times
         found = self.lines.get(id(value))
         if found is None:
             inside = self.opened(value)
@@ -73,4 +76,5 @@ def _usual(f: Any, cfg: Any) -> bool:
     value, default = getattr(cfg, f.name), f.default
     if f.default_factory is not dataclasses.MISSING:
         default = f.default_factory()
+    # 1, 1.0 and True are equal, but not the same text
     return type(value) is type(default) and bool(value == default)

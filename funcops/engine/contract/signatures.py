@@ -17,12 +17,14 @@ C = TypeVar("C")
 Y = TypeVar("Y")
 R = TypeVar("R")
 G = TypeVar("G")
+# type checkers want it said: contravariant what is an argument alone, covariant what is a result alone
 P_in = TypeVar("P_in", contravariant=True)
 X_in = TypeVar("X_in", contravariant=True)
 C_in = TypeVar("C_in", contravariant=True)
 R_in = TypeVar("R_in", contravariant=True)
 D_in = TypeVar("D_in", contravariant=True)
 G_in = TypeVar("G_in", contravariant=True)
+# both: the type of `into` and of the result
 P_any = TypeVar("P_any")
 Y_out = TypeVar("Y_out", covariant=True)
 R_out = TypeVar("R_out", covariant=True)
@@ -37,6 +39,7 @@ class Written(Protocol[P_in, X_in, C_in, Y_out, R_out]):
 class Forward(Protocol[P_in, X_in, C_in, Y_out, R_out]):
     """A `fwd` as its callers see it: there are residuals, unless `needs` asks for no gradient."""
 
+    # without `needs` residuals are never None, so no caller has to ask
     @overload
     def __call__(self, params: P_in, x: X_in, cfg: C_in) -> tuple[Y_out, R_out]: ...
     @overload

@@ -69,6 +69,7 @@ def mark_of(t: Any) -> Any:
     return Sampled(now, t) if now is not None and sampling() and _sample(t) is not None else now
 
 
+# an int, so that the written tests of marks compare it as they do a version
 class Sampled(int):
     """A version, with a sample of its tensor (held weakly): equal to that version as long as the sampled values are the same."""
 
@@ -81,6 +82,7 @@ class Sampled(int):
         return made
 
     def __eq__(self, other: object) -> bool:
+        # `is True`, as NotImplemented is true, too
         return int.__eq__(self, other) is True and self.holds()  # type: ignore[arg-type]
 
     def __ne__(self, other: object) -> bool:
@@ -99,15 +101,18 @@ def _sample(t: Tensor) -> Tensor | None:
     known = type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta and t.layout is torch.strided
     if not known or torch._C._len_torch_dispatch_stack() or torch._C._functorch.is_functorch_wrapped_tensor(t):
         return None
+    # a comparison waits for the device, which no capture allows
     if t.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     with torch.no_grad():
         every, size = t.detach(), t.numel()
         if size > SAMPLE:
             place = torch.arange(SAMPLE, device=t.device) * size // SAMPLE
+            # by index: a flat view of any strides may be a copy of the whole tensor
             found = every[torch.unravel_index(place, t.shape)]
         else:
             found = every.reshape(-1)
+        # a clone, as a view would change with the tensor; bytes, as NaN does not equal itself
         return found.clone().view(torch.uint8)
 
 

@@ -81,6 +81,7 @@ def walk(cfg: Any, *, op: Any = None, path: str = "", layers: bool = False) -> I
     require_config("walk", cfg)
     require_flag("walk", layers=layers)
     require_type("walk", "path", path, str)
+    # no generator itself, so that a wrong argument raises at the call
     return (part for part, _ in nested(cfg, op=op, path=path, layers=layers))
 
 
@@ -94,6 +95,7 @@ def nested(
         part, around = todo.pop()
         yield part, around
         if stop is None or not stop(part):
+            # reversed, as the last one in the list is the next
             todo += [(inner, (*around, part)) for inner in reversed(list(part.parts(layers)))]
 
 
@@ -132,6 +134,7 @@ def _rewritten(part: Part, fn: Rewrite) -> tuple[Any, Any]:
         if changes is None:
             cfg = cfg.with_parts(replaced)
         else:
+            # `changes` reads the results of all parts before the combinator is made anew
             by_name = {name: replaced(name, of, own) for name, of, own in cfg.parts()}
             cfg = cfg.with_parts(lambda name, *_: by_name[name], **changes(by_name))
     return (op, cfg) if after is None else after(op, cfg)
@@ -146,6 +149,7 @@ def ties(cfg: Any) -> dict[str, str]:
     """Every tied path, and the path that it is tied to."""
     return {
         join_path(part.path, tied): join_path(part.path, source)
+        # by number, as ties are about params, and each layer has its own
         for part in walk(cfg, layers=True)
         if part.composite
         for tied, source in part.cfg.ties
@@ -160,6 +164,7 @@ def matches(path: str, globs: Sequence[str]) -> bool:
 def shared_layers(known: Sequence[str], glob: str) -> str:
     """For a glob that matches no path because it names some layers of a `repeat`: what it must be; "" for any other."""
     given = glob.split(".")
+    # a layer may be given by number, or by a class of digits such as [12]
     shared = ["*" if re.fullmatch(r"\d+|\[[^]]*\]", part) else part for part in given]
     for path in known:
         places = [i for i, part in enumerate(path.split(".")) if part == "*" and shared[i : i + 1] == ["*"] != given[i : i + 1]]
@@ -171,6 +176,7 @@ def shared_layers(known: Sequence[str], glob: str) -> str:
 
 def check_globs(where: str, name: str, globs: Any) -> None:
     """Check that globs are a tuple or list of strings."""
+    # a bare string is a sequence, too: of globs of one character
     if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
         fail(where, name, "a tuple of globs", repr(globs), TypeError)
 
@@ -191,4 +197,5 @@ def remade(where: str, op: Op, source: Op, becomes: Op) -> Op:
     make, args = getattr(op.fwd, "made_by", (None, ()))
     if make is None:
         fail(where, f"op {op.name!r}", f"{source.name}, or one that remat or with_policy made from it", "another")
+    # the op may be under several wrappers, as in remat of with_policy
     return make(*[remade(where, arg, source, becomes) if isinstance(arg, Op) else arg for arg in args])  # type: ignore[no-any-return]
