@@ -329,7 +329,7 @@ def differing_parts(wanted: Any, got: Any, longest: int = 240) -> tuple[str, str
     if len(str(wanted)) + len(str(got)) <= longest:
         return str(wanted), str(got)
     path, wanted, got = _parting(wanted, got)
-    if isinstance(wanted, tuple) and isinstance(got, tuple):
+    if isinstance(wanted, tuple) and isinstance(got, tuple) and len(wanted) != len(got):
         wanted, got = f"{len(wanted)} of them", f"{len(got)}"
     texts = [text if len(text) <= longest // 2 else f"{text[: longest // 2]} ..." for text in map(str, (wanted, got))]
     return (f"{path}={texts[0]}", f"{path}={texts[1]}") if path else (texts[0], texts[1])

@@ -47,7 +47,7 @@ def _collect(function: FunctionType, found: dict[str, str]) -> None:
     found[name] = ast.unparse(tree)
     outside = inspect.getclosurevars(function)
     names = {**outside.globals, **outside.nonlocals}  # by name alone, so `t.T` counts as reading a global T, if there is one
-    # a local with the name of a global is no read of it
+    # a local with the name of a global does not read it
     names = {name: value for name, value in names.items() if name not in function.__code__.co_varnames}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Name, ast.Attribute)):

@@ -84,7 +84,7 @@ class ChainConfig(Composite):
         require(len(set(names)) == len(names), "ChainConfig", "steps", "uniquely named", names)
         _check_routing(self.steps, self.extras, self.outputs)
         keys = tuple(sorted({k for step in self.steps for k in step.keys if k in self.extras}))
-        # a weight in codes counts as one leaf, so its codes and scales are no paths for a tie or a mask
+        # a weight in codes counts as one leaf, so a tie or a mask cannot name its codes and scales
         known = paths(abstract_parts(self.steps), is_leaf=stands_for_one)
         losses = [step.name for step in self.steps if ends_joint(step.op)]
         right = isinstance(self.joined, tuple) and all(name in losses for name in self.joined)

@@ -123,7 +123,7 @@ class Calls(Gradients):
     def _of_skip(self, call: Call) -> None:
         """The backward of a skip's fork, or of its sum."""
         if call.op is fork:
-            # dy before the body's gradient: the order decides the bits, which are those of nested functions
+            # dy before the body's gradient: the order decides the bits, as in nested functions
             there = [local("gradient", value) for value in (*call.gives, call.out) if value in self.have]
             if call.needs.x and len(there) > 1:  # their sum first: it is what the skip gives to a sum around it
                 self.row("sum", call, there, (local("dx", call.index),))

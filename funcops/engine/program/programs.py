@@ -153,7 +153,7 @@ def rows_of(which: str, lowered: Lowered, found: Cover, for_tracer: bool = False
 
 def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
     """The `bwd` of an op that is lowered to a program."""
-    # a skip that kept nothing has no program: its body answers, or refuses what is no residuals
+    # a skip that kept nothing has no program: its body answers, or refuses anything but residuals
     if op.keeps is None and not needs_of(residuals):
         return cfg.op.bwd(residuals, dy, cfg.cfg, into=into)  # type: ignore[no-any-return]
     node, program, sums = _whole(op, residuals, dy, cfg, into)

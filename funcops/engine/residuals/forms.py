@@ -167,7 +167,7 @@ def from_form(value: Any) -> Any:
     if value.view is None:
         return t
     of, layout = value.view
-    # a codec may return another layout, and the view's strides are those of the packed tensor's
+    # a codec may return another layout, and the view has strides of the packed tensor's
     if t.stride() != of.stride:
         t = t.new_empty_strided(of.shape, of.stride).copy_(t)
     return t.as_strided(layout.shape, layout.stride, t.storage_offset())

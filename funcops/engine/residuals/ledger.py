@@ -36,7 +36,7 @@ class Ledger:
     def __init__(self, *besides: Any) -> None:
         self._waiting: dict[str, tuple[Any, dict[int, int]]] = {}
         self._taken: set[str] = set()
-        # the tensors are held: the address of a freed storage could become that of another
+        # the tensors are held: the address of a freed storage could be given to another
         self._besides = {t.untyped_storage()._cdata: t for tree in besides for t in tensors(tree)}
         self._users: Counter[int] = Counter()
         self.nbytes = 0
