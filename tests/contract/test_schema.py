@@ -120,7 +120,7 @@ def test_another_config_is_refused():
     ]
     assert differing_parts(many[0], many[1]) == (f"steps.30.cfg={wide}", f"steps.30.cfg={narrow}")
     assert differing_parts(many[0], many[2]) == ("steps=40 of them", "steps=39")
-    assert differing_parts(("a", "b"), ("a", "c"), 19) == ("('a', ' ...", "('a', ' ...")  # too short to be taken apart
+    assert differing_parts(("a", "b"), ("a", "c"), 19) == ("('a', 'b' ...", "('a', 'c' ...")  # too short to be taken apart
     assert all(len(text) < 300 for text in differing_parts(many[0], wide))
     assert linear_bwd(residuals, DY, LinearConfig(4, 3))[1].shape == (2, 4)  # equal is as good as identical
 
