@@ -5,33 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from funcops.engine.program.lower import Call, Fold, Lowered, Value, flat
-from funcops.engine.program.rows import Group, local
-from funcops.engine.program.rules import Cover
-from funcops.engine.program.weights import Weights
+from funcops.engine.program.lower import Call, Fold, Value, flat
+from funcops.engine.program.rows import Group, Rows, local
 
 NONE = "None"  # in place of the name of a gradient that is zero
 
 
-class Gradients(Weights):
+class Gradients:
     """Rows that know which values have a gradient so far: g and the value's number."""
 
-    def __init__(self, lowered: Lowered, cover: Cover, traced: bool, which: str) -> None:
-        super().__init__(lowered, cover, traced, which)
-        self.half = f"{lowered.name}_{'bwd' if self.whole else 'dgrad'}"
+    def __init__(self, rows: Rows, half: str) -> None:
+        self.rows, self.half = rows, half
+        lowered = rows.lowered
         self.have: set[int] = set()
         self.keys = {row.out for row in lowered.forward if type(row) is Fold}  # values without a gradient
         self.outer = {v: name for name, v in lowered.outputs.items()}  # outputs whose gradient is only dy so far
 
     def enter(self) -> None:
         """Take dy apart: the gradients of the output and of the named outputs."""
-        low = self.lowered
+        low = self.rows.lowered
         if low.outputs:
-            self.row("outputs", None, (), [local("gradient", v) for v in low.outputs.values()], self.half, tuple(low.outputs))
+            self.rows.add("outputs", None, (), [local("gradient", v) for v in low.outputs.values()], self.half, tuple(low.outputs))
             self.have.update(low.outputs.values())
         self.give(low.output, "dy")
         # the argument's name would hold the gradient to the end
-        self.row("release", None, ["dy"])
+        self.rows.add("release", None, ["dy"])
 
     def gradient(self, value: int) -> str:
         return local("gradient", value) if value in self.have else NONE
@@ -44,15 +42,15 @@ class Gradients(Weights):
         if value in self.outer:
             self.meet(local("gradient", value), gradient, self.outer.pop(value))
         if value in self.have:
-            self.row("sum", None, (local("gradient", value), gradient), (local("gradient", value),))
+            self.rows.add("sum", None, (local("gradient", value), gradient), (local("gradient", value),))
         else:
-            self.row("copy", None, (gradient,), (local("gradient", value),))
+            self.rows.add("copy", None, (gradient,), (local("gradient", value),))
         self.have.add(value)
 
     def meet(self, dy: str, gradient: str, name: str) -> None:
         """Check that the caller's gradient of an output is like the gradient from its readers inside, to which it is added."""
-        self.at("")
-        self.row("meet", None, (dy, gradient), (), self.half, name)
+        self.rows.at("")
+        self.rows.add("meet", None, (dy, gradient), (), self.half, name)
 
     def _take_apart(self, name: str, value: Value) -> None:
         """Unpack a tuple of gradients into the gradients of its parts."""
@@ -60,7 +58,7 @@ class Gradients(Weights):
         # a value that has a gradient gets this one added, so the part comes under another name first
         targets = [local("gradient", v) if v not in self.have else local("part", v) for v in numbers]
         kind = "split" if len(numbers) == len(value) else "nested split"
-        self.row(kind, None, (name,), targets, _like(value, iter(targets)), len(value), value)
+        self.rows.add(kind, None, (name,), targets, _like(value, iter(targets)), len(value), value)
         for v, target in zip(numbers, targets, strict=True):
             if v in self.have:
                 self.give(v, target)
@@ -71,7 +69,7 @@ class Gradients(Weights):
         parts = [self.gradient(v) for v in (call.out, *call.gives)]
         if not call.gives or all(part == NONE for part in parts):
             return parts[0]
-        self.row("join", None, parts, (local("dy", call.index),), parts[0], parts[1:], call.names)
+        self.rows.add("join", None, parts, (local("dy", call.index),), parts[0], parts[1:], call.names)
         return local("dy", call.index)
 
     def spread(self, call: Call) -> None:
@@ -84,9 +82,9 @@ class Gradients(Weights):
         masks = ["main", *(f"extras.{n}" for n in call.labels)] if call.labels else [str(k) for k in range(len(parts))]
         if call.labels:
             for part, own in zip(parts, [".main", *(f".extras[{label!r}]" for label in call.labels)], strict=True):
-                self.row("part", None, (d,), (part,), own)
+                self.rows.add("part", None, (d,), (part,), own)
         else:
-            self.row("parts", None, (d,), parts, (None,) * len(parts))
+            self.rows.add("parts", None, (d,), parts, (None,) * len(parts))
         if call.needs.input(masks[0]):
             self.give(call.main, parts[0])
         for value, mask, part in zip(call.takes, masks[1:], parts[1:], strict=True):

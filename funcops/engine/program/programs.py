@@ -25,7 +25,7 @@ from funcops.engine.program.accumulator_checks import check_into_tree
 from funcops.engine.program.backward import Backward
 from funcops.engine.program.forward import Forward
 from funcops.engine.program.lower import Lowered, lower
-from funcops.engine.program.rows import Row
+from funcops.engine.program.rows import Row, Rows
 from funcops.engine.program.rules import Cover, changes, cover
 from funcops.engine.program.source import Source
 from funcops.engine.program.weights import SecondHalf
@@ -142,13 +142,10 @@ def joins(lowered: Lowered, device_type: str | None, dtype: Any) -> bool:
 
 def rows_of(which: str, lowered: Lowered, found: Cover, for_tracer: bool = False, pausing: bool = False) -> tuple[Row, ...]:
     """The rows of a program's function, after all passes."""
-    rows: Any
+    rows = Rows(lowered, found, for_tracer, pausing)
     if which == "forward":
-        rows = Forward(lowered, found, for_tracer)
-    else:
-        rows = (SecondHalf if which in ("wgrad", "products") else Backward)(lowered, found, for_tracer, which)
-    rows.pausing = pausing
-    return rows.write()  # type: ignore[no-any-return]
+        return Forward(rows).write()
+    return (SecondHalf if which in ("wgrad", "products") else Backward)(rows, which).write()
 
 
 def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:

@@ -100,23 +100,20 @@ class Rows:
     """The rows of one function, as they are added. `pausing`: whether the function yields while communication of a call whose op
     can pause is in flight."""
 
-    pausing = False
-
-    def __init__(self, lowered: Lowered, cover: Cover, traced: bool) -> None:
-        self.lowered, self.cover, self.traced = lowered, cover, traced
-        self.rows: list[Row] = []
-        self.opened: set[int] = set()  # the scopes whose trees are in locals
+    def __init__(self, lowered: Lowered, cover: Cover, traced: bool = False, pausing: bool = False) -> None:
+        self.lowered, self.cover, self.traced, self.pausing = lowered, cover, traced, pausing
+        self.added: list[Row] = []
         pieces = *cover.forward.values(), *cover.backward.values()
         inside = {call.index for piece in pieces for call in piece.calls}
         # a rule takes the trees as they are, so a call in a piece begins nothing early
         self.begins = {call.index for call in lowered.calls if call.op.prefetch is not None} - inside
         self.path = ""
 
-    def row(
+    def add(
         self, kind: str, of: Any = None, reads: Iterable[str] = (), writes: Iterable[str] = (), *data: Any, **more: Any
     ) -> None:
         made = Row(kind, of, tuple(reads), tuple(writes), data, path=self.path)
-        self.rows.append(made._replace(**more) if more else made)
+        self.added.append(made._replace(**more) if more else made)
 
     def pauses(self, call: Call) -> bool:
         return self.pausing and call.op.pausing is not None
@@ -127,16 +124,16 @@ class Rows:
 
     def block(self, write: Callable[..., None], *arguments: Any) -> tuple[Row, ...]:
         """The rows that `write(*arguments)` adds, as a block."""
-        outer, self.rows = self.rows, []
+        outer, self.added = self.added, []
         write(*arguments)
-        found, self.rows = tuple(self.rows), outer
+        found, self.added = tuple(self.added), outer
         return found
 
     def accumulators(self, scope: Scope, where: str) -> None:
         """Put the accumulators of a scope, by name, into a local: None for each if none are given."""
-        self.row("accumulators", scope)
+        self.add("accumulators", scope)
         if scope.ties and scope.place.scope is not None:
-            self.row("tied accumulators", scope, (), (), where)
+            self.add("tied accumulators", scope, (), (), where)
 
 
 def locals_of(row: Row) -> set[str]:
@@ -169,7 +166,7 @@ def recomputed(
         # a row with blocks writes inside of them, where its locals are not known yet
         known.update(row.writes if not row.then else ())
         if row.then:
-            # only the second block follows a piece that took the residuals; the first finds them in the trees
+            # only the second block follows a piece that took the residuals; the first finds them in the trees (not "recomputed")
             inside = row.data[0] if row.kind == "choice" and row.data else ()
             blocks = recomputed(row.then, recompute, known), recomputed(row.otherwise, recompute, known, inside)
             row = row._replace(then=blocks[0], otherwise=blocks[1])

@@ -7,16 +7,17 @@ from typing import Any
 
 from funcops.engine.contract.op import NoneType, raw_of
 from funcops.engine.contract.schema import Saved
-from funcops.engine.program.lower import Call, Lowered, Place, Scope
+from funcops.engine.program.lower import Call, Place, Scope
 from funcops.engine.program.rows import Group, Local, Row, Rows, local, part_names, recomputed, released
-from funcops.engine.program.rules import Cover, Piece, Rule, Saving
+from funcops.engine.program.rules import Piece, Rule, Saving
 
 
-class Weights(Rows):
+class Weights:
     """Rows that open trees, `K` of residuals or `W` of pendings, and compute weight gradients and recomputed ys from them."""
 
-    def __init__(self, lowered: Lowered, cover: Cover, traced: bool, which: str) -> None:
-        super().__init__(lowered, cover, traced)
+    def __init__(self, rows: Rows, which: str) -> None:
+        self.rows = rows
+        self.opened = set[int]()  # the scopes whose trees are in locals
         self.which, self.whole = which, which == "backward"
         self.bare = set[Call]()  # calls whose pendings are in locals without a cell, though their tree may have been given away
         self.flying: dict[Call, bool] = {}  # calls whose weight gradients are sums in flight; whether they advanced
@@ -36,22 +37,24 @@ class Weights(Rows):
         outer, what = scope.place.scope, "residuals" if self.trees == "K" else "pending"
         if self.trees == "W" or scope.needs:
             if outer is None:
-                self.row(f"open outer {what}", scope)
+                self.rows.add(f"open outer {what}", scope)
             else:
-                self.at(scope.place.path)
-                self.row(f"open {what}", scope, (), (), self.where(scope))
+                self.rows.at(scope.place.path)
+                self.rows.add(f"open {what}", scope, (), (), self.where(scope))
         if self.which != "dgrad":
-            self.accumulators(scope, self.where(scope))
+            self.rows.accumulators(scope, self.where(scope))
 
     def fill(self, call: Call, source: Call) -> None:
         """Put the recomputed y of `source` into the call's pending."""
         p = local("pending", call.index)
-        self.row("fill own" if call in self.bare else "fill", call, (p, local("recomputed", source.index)), (p,), needs=call.needs)
+        self.rows.add(
+            "fill own" if call in self.bare else "fill", call, (p, local("recomputed", source.index)), (p,), needs=call.needs
+        )
 
     def recompute(self, name: Local, held: bool = False) -> list[Row]:
         """The rows that recompute a y: from the residuals in their tree, or `held` in a local."""
         index = name.number
-        call = next(call for call in self.lowered.calls if call.index == index)
+        call = next(call for call in self.rows.lowered.calls if call.index == index)
         given = () if call.recomputed_by is None else (local("recomputed", call.recomputed_by.index),)
         if self.trees == "W":
             # the residuals are gone by then: the pending of the scope holds what this y is made of
@@ -70,40 +73,40 @@ class Weights(Rows):
 
     def testable(self, cls: Any) -> bool:
         """Whether a test can be written that residuals or a pending of this class pass all checks of their op."""
-        return not self.traced and isinstance(cls, type) and issubclass(cls, Saved)
+        return not self.rows.traced and isinstance(cls, type) and issubclass(cls, Saved)
 
     def wgrads(self, calls: Sequence[Call], rule: Rule | None = None) -> None:
         """The weight gradients of pendings in locals: together if the rule can, one by one otherwise."""
         own = [call for call in calls if call.op.params is not NoneType]
         for call in calls:
             if call not in own:
-                self.row("none", None, (), (local("dparams", call.index),))
+                self.rows.add("none", None, (), (local("dparams", call.index),))
         if not own or rule is None or not rule.joint:
             self._one_by_one(own)
             return
         j, found = local("joint", own[0].index), Group(local("dparams", call.index) for call in own)
         waiting, kind = [local("pending", call.index) for call in own], "products" if self.which == "products" else "wgrads"
-        self.row(f"joint {kind}", Piece(tuple(own), rule, Saving()), waiting, (j,))
-        unpacked = (*self.block(self.row, "unpack", None, (j,), found.names, found), *self.block(self._empty, own))
-        self.row("choice", None, (j,), (), path=None, then=self.block(self._one_by_one, own), otherwise=unpacked)
+        self.rows.add(f"joint {kind}", Piece(tuple(own), rule, Saving()), waiting, (j,))
+        unpacked = (*self.rows.block(self.rows.add, "unpack", None, (j,), found.names, found), *self.rows.block(self._empty, own))
+        self.rows.add("choice", None, (j,), (), path=None, then=self.rows.block(self._one_by_one, own), otherwise=unpacked)
 
     def _empty(self, calls: Sequence[Call]) -> None:
         for call in calls:
             if call in self.bare:
-                self.row("empty", call, (local("pending", call.index),))
+                self.rows.add("empty", call, (local("pending", call.index),))
 
     def _one_by_one(self, calls: Sequence[Call]) -> None:
         for call in calls:
-            self.at(call.path)
+            self.rows.at(call.path)
             if self.which == "products":
-                self.row("products", call, (local("pending", call.index),))
-            elif call.index in self.begins:
-                self.row("begun wgrad", call, (local("pending", call.index),), (local("dparams", call.index),))
+                self.rows.add("products", call, (local("pending", call.index),))
+            elif call.index in self.rows.begins:
+                self.rows.add("begun wgrad", call, (local("pending", call.index),), (local("dparams", call.index),))
                 self.flying[call] = False
             elif call in self.bare:
                 self._bare(call)
             else:
-                self.row("wgrad", call, (local("pending", call.index),), (local("dparams", call.index),))
+                self.rows.add("wgrad", call, (local("pending", call.index),), (local("dparams", call.index),))
 
     def _bare(self, call: Call) -> None:
         """The weight gradient of a pending without a cell: without its op's checks, if a test says that it would pass them."""
@@ -111,10 +114,10 @@ class Weights(Rows):
         checked = Row("give", call, p, p, path=call.path), Row("wgrad", call, p, q, path=call.path)
         raw = raw_of(call.op.wgrad)
         if raw is None or not self.testable(call.op.pending):
-            self.rows += checked
+            self.rows.added += checked
             return
         then = Row("raw wgrad", call, p, q, (raw,), path=call.path), Row("empty", call, p)
-        self.row("waiting", call, p, then=then, otherwise=checked)
+        self.rows.add("waiting", call, p, then=then, otherwise=checked)
 
     def settle(self, after: Call | None = None) -> None:
         """Go on with the sums that were in flight beside a call that computes much; at the end complete all."""
@@ -123,8 +126,8 @@ class Weights(Rows):
         # over a copy, as a call that settles leaves the dict
         for call, advanced in [(call, advanced) for call, advanced in self.flying.items() if call is not after]:
             kind = "settle sums" if advanced or call.op.prefetch.advance is None else "advance sums"
-            self.at(call.path)
-            self.row(kind, call, (local("dparams", call.index),), (local("dparams", call.index),))
+            self.rows.at(call.path)
+            self.rows.add(kind, call, (local("dparams", call.index),), (local("dparams", call.index),))
             if kind == "settle sums":
                 del self.flying[call]
             else:
@@ -135,7 +138,7 @@ class Weights(Rows):
 
     def joint_wgrads(self, calls: Sequence[Call]) -> None:
         """The weight gradients of these: calls of a piece with a joint rule together, the others one by one."""
-        pieces = [piece for piece in self.cover.backward.values() if piece.rule.joint]
+        pieces = [piece for piece in self.rows.cover.backward.values() if piece.rule.joint]
         piece = next((piece for piece in pieces if any(call in piece.calls for call in calls)), None)
         joint = [] if piece is None else [call for call in calls if call in piece.calls]
         if piece is not None:
@@ -145,42 +148,45 @@ class Weights(Rows):
     @property
     def finished(self) -> tuple[Row, ...]:
         """The rows after all passes."""
-        return released(recomputed(self.rows, self.recompute))
+        return released(recomputed(self.rows.added, self.recompute))
 
 
-class SecondHalf(Weights):
+class SecondHalf:
     """`wgrad(W, I) -> dparams`; or `products(W, I)`: the products of all calls, in place of the weight gradients that they make."""
 
+    def __init__(self, rows: Rows, which: str) -> None:
+        self.rows, self.weights = rows, Weights(rows, which)
+
     def write(self) -> tuple[Row, ...]:
-        if self.which == "products":
-            self.row("no products")
-        calls = [row for row in self.lowered.backward if type(row) is Call and row.place is not None]
-        together = {call.index: piece for piece in self.cover.backward.values() if piece.rule.joint for call in piece.calls}
+        if self.weights.which == "products":
+            self.rows.add("no products")
+        calls = [row for row in self.rows.lowered.backward if type(row) is Call and row.place is not None]
+        together = {call.index: piece for piece in self.rows.cover.backward.values() if piece.rule.joint for call in piece.calls}
         for at, call in enumerate(calls):
             self._wait(call)
             piece = together.get(call.index)
             if piece is None:
-                self.wgrads([call])
+                self.weights.wgrads([call])
             # at the turn of the last one, when all of their pendings are in locals
             elif not any(other in piece.calls for other in calls[at + 1 :]):
-                self.wgrads([other for other in calls if other in piece.calls], piece.rule)
-            self.settle(call)
-        self.settle()
-        root = self.lowered.root
-        self.row(f"return {self.which}", root, part_names("dparams", root, True))
-        return self.finished
+                self.weights.wgrads([other for other in calls if other in piece.calls], piece.rule)
+            self.weights.settle(call)
+        self.weights.settle()
+        root = self.rows.lowered.root
+        self.rows.add(f"return {self.weights.which}", root, part_names("dparams", root, True))
+        return self.weights.finished
 
     def _wait(self, call: Call) -> None:
         """Put the call's pending into a local, with the recomputed y of its source."""
         assert call.place is not None
         if call.op.params is NoneType:
             return
-        self.open(call.place)
-        self.at(call.path)
+        self.weights.open(call.place)
+        self.rows.at(call.path)
         kind = "whole tree" if call.place.scope is None else "pending"
-        if kind == "pending" and self.which == "wgrad" and call.index not in self.begins:
+        if kind == "pending" and self.weights.which == "wgrad" and call.index not in self.rows.begins:
             kind = "own pending"  # no other function gets it, so nothing but its own row can take it twice
-            self.bare.add(call)
-        self.row(kind, call, (), (local("pending", call.index),), "W")
+            self.weights.bare.add(call)
+        self.rows.add(kind, call, (), (local("pending", call.index),), "W")
         if call.recomputed_by is not None:
-            self.fill(call, call.recomputed_by)
+            self.weights.fill(call, call.recomputed_by)
