@@ -39,7 +39,7 @@ from funcops import (
     scale,
     with_policy,
 )
-from funcops.adapters.graphs.faults import COPY, SYNC, fault_of
+from funcops.adapters.graphs.without_gpu.faults import COPY, SYNC, fault_of
 from funcops.engine.backend import backend, gemm
 from funcops.engine.errors import CheckpointError
 from funcops.engine.trees import paths, put, tensors, tree_map_tensors

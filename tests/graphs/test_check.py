@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import GradModeError, graphs
 from funcops.adapters.graphs import check_capturable, graphed
-from funcops.adapters.graphs.faults import as_if_capturing, fault_of, is_users
+from funcops.adapters.graphs.without_gpu.faults import as_if_capturing, fault_of, is_users
 from funcops.engine.errors import CaptureError
 
 SOURCE = Path(planted.__file__).read_text().splitlines()

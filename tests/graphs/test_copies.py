@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from funcops import ScaleConfig, scale
 from funcops import nn as fnn
-from funcops.adapters.graphs import GraphCache, cut_rows, graphed, graphed_op, make_graphed_callables, pad_rows, recorder
+from funcops.adapters.graphs import GraphCache, cut_rows, graphed, graphed_op, make_graphed_callables, pad_rows
+from funcops.adapters.graphs.without_gpu import recorder
 
 
 def swapped():

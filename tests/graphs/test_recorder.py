@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from funcops.adapters.graphs.recorder import Pool, record
+from funcops.adapters.graphs.without_gpu.recorder import Pool, record
 from funcops.engine.errors import BorrowedError, CaptureError
 from funcops.engine.trees import tensors
 

@@ -256,10 +256,32 @@ def rewrite_lines(root: Path) -> Iterator[Found]:
 
 def engine_statements(root: Path) -> Iterator[Found]:
     """statements, without docstrings, of the engine; comments cost nothing"""
-    for path, node, _ in nodes(root / "funcops" / "engine"):
+    yield from _statements(root / "funcops" / "engine")
+
+
+def _statements(folder: Path) -> Iterator[Found]:
+    for path, node, _ in nodes(folder):
         if isinstance(node, ast.stmt):
             if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)):
                 yield Found(path, node.lineno, ast.unparse(node).partition("\n")[0])
+
+
+def _median(folder: Path) -> list[Found]:
+    """The statements of the median of a folder's files."""
+    files: dict[Path, list[Found]] = {}
+    for one in _statements(folder):
+        files.setdefault(one.path, []).append(one)
+    return sorted(files.values(), key=len)[len(files) // 2] if files else []
+
+
+def op_statements(root: Path) -> Iterator[Found]:
+    """statements of the median of the files of `library/ops`: what an operator costs"""
+    yield from _median(root / "funcops" / "library" / "ops")
+
+
+def kernel_statements(root: Path) -> Iterator[Found]:
+    """statements of the median of the files of `library/kernels`: what a family of kernels costs, in torch or in Triton"""
+    yield from _median(root / "funcops" / "library" / "kernels")
 
 
 class Count(NamedTuple):
@@ -287,7 +309,9 @@ COUNTS = {
     "fragments, %": Count(fragment_docstrings, 1),
     "root test files": Count(test_files, 15),
     "rewrite lines": Count(rewrite_lines, 30),
-    "engine statements": Count(engine_statements, 7_275),
+    "engine statements": Count(engine_statements, 7_215),
+    "op statements": Count(op_statements, 71),
+    "kernel statements": Count(kernel_statements, 53),
 }
 
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from funcops.adapters.graphs import recorder
 from funcops.adapters.graphs.hooks import Hooks, Life, release_waiting
 from funcops.adapters.graphs.timeline import TimelineEntry
 from funcops.adapters.graphs.topology import GraphData, from_recording, from_torch_data
+from funcops.adapters.graphs.without_gpu import recorder
 from funcops.engine.backend import scopes
 from funcops.engine.backend.tables import holding
 from funcops.engine.errors import CaptureError, fail, require_count, require_type

@@ -11,9 +11,9 @@ import torch
 
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs
-from funcops.adapters.graphs.faults import without_autograd
 from funcops.adapters.graphs.hooks import Hooks
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written
+from funcops.adapters.graphs.without_gpu.faults import without_autograd
 from funcops.engine.backend import scopes
 from funcops.engine.errors import GradModeError, require_callable, require_count, require_flag, require_type, size_of
 from funcops.engine.trees import tensors, tree_map

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from funcops.adapters.graphs import recorder
+from funcops.adapters.graphs.without_gpu import recorder
 from funcops.engine.backend.scopes import Label, node_labels
 from funcops.engine.errors import describe, fail, in_html, on_screen, require_type
 

@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.adapters.graphs import branches
-from funcops.adapters.graphs.faults import Line, as_if_capturing, draws, fault_of, flat_tensors, user_line
 from funcops.adapters.graphs.statics import refuse_copy
+from funcops.adapters.graphs.without_gpu.faults import Line, as_if_capturing, draws, fault_of, flat_tensors, user_line
 from funcops.engine.backend import scopes
 from funcops.engine.backend.scopes import Label
 from funcops.engine.errors import BorrowedError, CaptureError

@@ -17,8 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops.adapters.graphs import recorder
-from funcops.adapters.graphs.faults import (
+from funcops.adapters.graphs.statics import clones
+from funcops.adapters.graphs.without_gpu import recorder
+from funcops.adapters.graphs.without_gpu.faults import (
     BAKED,
     COPY,
     DYNAMIC,
@@ -40,7 +41,6 @@ from funcops.adapters.graphs.faults import (
     waits,
     without_autograd,
 )
-from funcops.adapters.graphs.statics import clones
 from funcops.engine.errors import CaptureError, require_callable
 from funcops.engine.trees import paths, tensors, tree_map
 
