@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import html
 import math
 from collections.abc import Iterable
 from types import EllipsisType
@@ -363,6 +362,8 @@ def on_screen(text: str, columns: int = 100, rows: int = 40) -> str:
 
 def in_html(text: str) -> str:
     """A text as HTML for a notebook."""
+    import html  # a notebook needs it, most processes do not
+
     return f"<pre>{html.escape(text)}</pre>"
 
 

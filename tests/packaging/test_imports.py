@@ -21,7 +21,7 @@ before = set(sys.modules)
 import funcops
 own = [name for name in sys.modules if name.startswith("funcops")]
 print(len(own), *sorted({name.split(".")[1] for name in own if "." in name}))
-print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} - {"funcops", "optree", "html"}))
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} - {"funcops", "optree"}))
 funcops.fit, funcops.nn, funcops.remat
 try:
     funcops.no_such_name

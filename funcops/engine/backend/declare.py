@@ -20,7 +20,7 @@ import inspect
 import threading
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -241,7 +241,8 @@ def kernel(
         fail(f"kernel {getattr(body, '__name__', body)!r}", "the decorator", "called, @kernel()", "@kernel", TypeError)
 
     def decorate(body: Implementation) -> Any:
-        names, where = list(inspect.signature(body).parameters), f"kernel {body.__name__!r}"
+        parameters, where = inspect.signature(body).parameters, f"kernel {body.__name__!r}"
+        names = list(parameters)
         for name in (*names, "return"):
             if name not in body.__annotations__:
                 wanted = "annotated: Tensor, Optional[Tensor], a number or a string, and the result Tensor or a tuple of them"
@@ -250,7 +251,7 @@ def kernel(
             require(name in names, where, "mutates", f"names of its arguments, {', '.join(names)}", repr(name))
         declared = Kernel(body, mutates, library, product, opaque)
 
-        call: Any = functools.wraps(body)(_write_call(body, declared))
+        call: Any = functools.wraps(body)(_write_call(body, declared, parameters))
         call.kernel, call.triton, call.fake, call.plain = declared, declared.triton, declared.fake, declared.plain
         return call
 
@@ -281,9 +282,8 @@ def call({parameters}):
 """
 
 
-def _write_call(body: Implementation, declared: Kernel) -> Any:
+def _write_call(body: Implementation, declared: Kernel, parameters: Mapping[str, inspect.Parameter]) -> Any:
     """Generate the dispatch with the body's own argument names: it runs in every call of a kernel."""
-    parameters = inspect.signature(body).parameters
     names = list(parameters)
     defaults = [name if p.default is p.empty else f"{name}={p.default!r}" for name, p in parameters.items()]
     # the tensors of a list are on one device, so the first one decides

@@ -115,18 +115,18 @@ class Nested(dict):  # type: ignore[type-arg]
 # Every other method of a dict first checks that the node was not given away. `node[name]`, which launches call, does not: a node
 # that was given away is empty, and then `__missing__` checks. The methods are generated source with `super`, because a tracer
 # cannot follow a method that is called through its class.
-_SOURCE = """
+_METHOD = """
 def {name}(self, *args, **options):
     if self.gone:
         self._open()
     return super(Nested, self).{name}(*args, **options)
 """
-for _name in (
+_NAMES = (
     "get keys values items pop popitem update setdefault clear __iter__ __reversed__ __len__ __contains__ __eq__ __ne__ "
     "__or__ __ror__ __ior__ __delitem__"
-).split():
-    _scope: dict[str, Any] = {"Nested": Nested}
-    compile_source(f"Nested.{_name}", _SOURCE.format(name=_name), _scope)
+).split()
+_scope = compile_source("methods of Nested", "".join([_METHOD.format(name=name) for name in _NAMES]), {"Nested": Nested})
+for _name in _NAMES:
     setattr(Nested, _name, _scope[_name])
 
 

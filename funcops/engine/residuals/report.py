@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -89,6 +88,8 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        import html
+
         def line(cells: tuple[str, ...], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
