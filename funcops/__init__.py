@@ -33,104 +33,111 @@ Modules              funcops.nn, optim, low_precision, lora, precision, checkpoi
                      trees, testing, fused, dist, models
 """
 
+import gc as _gc
 import sys as _sys
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from funcops.engine import random as random
-from funcops.engine import trees as trees
-from funcops.engine.backend import backend as backend
-from funcops.engine.backend.scopes import named_scope as named_scope
-from funcops.engine.backend.scopes import named_steps as named_steps
-from funcops.engine.compose.add import *
-from funcops.engine.compose.batch import batch_wgrads as batch_wgrads
-from funcops.engine.compose.chain import *
-from funcops.engine.compose.fork import *
-from funcops.engine.compose.identity import *
-from funcops.engine.compose.interleave import *
-from funcops.engine.compose.parallel import *
-from funcops.engine.compose.repeat import *
-from funcops.engine.compose.skip import *
-from funcops.engine.compose.step import Step as Step
-from funcops.engine.compose.vjp import value_and_grad as value_and_grad
-from funcops.engine.compose.vjp import vjp as vjp
-from funcops.engine.contract.checking import checking as checking
-from funcops.engine.contract.needs import Needs as Needs
-from funcops.engine.contract.op import Op as Op
-from funcops.engine.contract.walk import Part as Part
-from funcops.engine.contract.walk import rewrite as rewrite
-from funcops.engine.contract.walk import walk as walk
-from funcops.engine.errors import BorrowedError as BorrowedError
-from funcops.engine.errors import CaptureError as CaptureError
-from funcops.engine.errors import CheckpointError as CheckpointError
-from funcops.engine.errors import CheckpointWriteError as CheckpointWriteError
-from funcops.engine.errors import DonatedError as DonatedError
-from funcops.engine.errors import GradModeError as GradModeError
-from funcops.engine.errors import GraphOrderError as GraphOrderError
-from funcops.engine.errors import LedgerError as LedgerError
-from funcops.engine.errors import StaleResidualError as StaleResidualError
-from funcops.engine.program.explain import explain as explain
-from funcops.engine.program.explain import plan as plan
-from funcops.engine.program.rules import Rule as Rule
-from funcops.engine.program.rules import Saving as Saving
-from funcops.engine.program.rules import register_fusion as register_fusion
-from funcops.engine.program.rules import unregister_fusion as unregister_fusion
-from funcops.engine.residuals import POLICIES as POLICIES
-from funcops.engine.residuals import Compress as Compress
-from funcops.engine.residuals import Drop as Drop
-from funcops.engine.residuals import Ledger as Ledger
-from funcops.engine.residuals import Offload as Offload
-from funcops.engine.residuals import Policy as Policy
-from funcops.engine.residuals import Recompute as Recompute
-from funcops.engine.residuals import Save as Save
-from funcops.engine.residuals import diff as diff
-from funcops.engine.residuals import donate as donate
-from funcops.engine.residuals import pack as pack
-from funcops.engine.residuals import report as report
-from funcops.engine.residuals import unpack as unpack
-from funcops.engine.trees import WithExtras as WithExtras
-from funcops.library import fused as fused
-from funcops.library.ops.activation import *
-from funcops.library.ops.attention import *
-from funcops.library.ops.bias import *
-from funcops.library.ops.bmm import *
-from funcops.library.ops.cast import *
-from funcops.library.ops.causal_conv1d import *
-from funcops.library.ops.cross_entropy import *
-from funcops.library.ops.dropout import *
-from funcops.library.ops.embedding import *
-from funcops.library.ops.experts import *
-from funcops.library.ops.gated_delta_rule import *
-from funcops.library.ops.glu import *
-from funcops.library.ops.group_norm import *
-from funcops.library.ops.grouped_linear import *
-from funcops.library.ops.grouped_qlinear import *
-from funcops.library.ops.l2_norm import *
-from funcops.library.ops.latent_split import *
-from funcops.library.ops.layer_norm import *
-from funcops.library.ops.linear import *
-from funcops.library.ops.linear_cross_entropy import *
-from funcops.library.ops.log_decay import *
-from funcops.library.ops.modulate import *
-from funcops.library.ops.patchify import *
-from funcops.library.ops.permute import *
-from funcops.library.ops.position_embedding import *
-from funcops.library.ops.qattention import *
-from funcops.library.ops.qkv_split import *
-from funcops.library.ops.qlinear import *
-from funcops.library.ops.quantize import *
-from funcops.library.ops.reshape import *
-from funcops.library.ops.rms_norm import *
-from funcops.library.ops.rope import *
-from funcops.library.ops.rope_scaling import *
-from funcops.library.ops.route import *
-from funcops.library.ops.row_scale import *
-from funcops.library.ops.scale import *
-from funcops.library.ops.sink_attention import *
-from funcops.library.ops.softcap import *
-from funcops.library.ops.softmax import *
-from funcops.library.ops.unpermute import *
+_collected = _gc.isenabled()
+_gc.disable()  # an import makes no garbage, and a collection would walk all that torch has made
+try:
+    from funcops.engine import random as random
+    from funcops.engine import trees as trees
+    from funcops.engine.backend import backend as backend
+    from funcops.engine.backend.scopes import named_scope as named_scope
+    from funcops.engine.backend.scopes import named_steps as named_steps
+    from funcops.engine.compose.add import *
+    from funcops.engine.compose.batch import batch_wgrads as batch_wgrads
+    from funcops.engine.compose.chain import *
+    from funcops.engine.compose.fork import *
+    from funcops.engine.compose.identity import *
+    from funcops.engine.compose.interleave import *
+    from funcops.engine.compose.parallel import *
+    from funcops.engine.compose.repeat import *
+    from funcops.engine.compose.skip import *
+    from funcops.engine.compose.step import Step as Step
+    from funcops.engine.compose.vjp import value_and_grad as value_and_grad
+    from funcops.engine.compose.vjp import vjp as vjp
+    from funcops.engine.contract.checking import checking as checking
+    from funcops.engine.contract.needs import Needs as Needs
+    from funcops.engine.contract.op import Op as Op
+    from funcops.engine.contract.walk import Part as Part
+    from funcops.engine.contract.walk import rewrite as rewrite
+    from funcops.engine.contract.walk import walk as walk
+    from funcops.engine.errors import BorrowedError as BorrowedError
+    from funcops.engine.errors import CaptureError as CaptureError
+    from funcops.engine.errors import CheckpointError as CheckpointError
+    from funcops.engine.errors import CheckpointWriteError as CheckpointWriteError
+    from funcops.engine.errors import DonatedError as DonatedError
+    from funcops.engine.errors import GradModeError as GradModeError
+    from funcops.engine.errors import GraphOrderError as GraphOrderError
+    from funcops.engine.errors import LedgerError as LedgerError
+    from funcops.engine.errors import StaleResidualError as StaleResidualError
+    from funcops.engine.program.explain import explain as explain
+    from funcops.engine.program.explain import plan as plan
+    from funcops.engine.program.rules import Rule as Rule
+    from funcops.engine.program.rules import Saving as Saving
+    from funcops.engine.program.rules import register_fusion as register_fusion
+    from funcops.engine.program.rules import unregister_fusion as unregister_fusion
+    from funcops.engine.residuals import POLICIES as POLICIES
+    from funcops.engine.residuals import Compress as Compress
+    from funcops.engine.residuals import Drop as Drop
+    from funcops.engine.residuals import Ledger as Ledger
+    from funcops.engine.residuals import Offload as Offload
+    from funcops.engine.residuals import Policy as Policy
+    from funcops.engine.residuals import Recompute as Recompute
+    from funcops.engine.residuals import Save as Save
+    from funcops.engine.residuals import diff as diff
+    from funcops.engine.residuals import donate as donate
+    from funcops.engine.residuals import pack as pack
+    from funcops.engine.residuals import report as report
+    from funcops.engine.residuals import unpack as unpack
+    from funcops.engine.trees import WithExtras as WithExtras
+    from funcops.library import fused as fused
+    from funcops.library.ops.activation import *
+    from funcops.library.ops.attention import *
+    from funcops.library.ops.bias import *
+    from funcops.library.ops.bmm import *
+    from funcops.library.ops.cast import *
+    from funcops.library.ops.causal_conv1d import *
+    from funcops.library.ops.cross_entropy import *
+    from funcops.library.ops.dropout import *
+    from funcops.library.ops.embedding import *
+    from funcops.library.ops.experts import *
+    from funcops.library.ops.gated_delta_rule import *
+    from funcops.library.ops.glu import *
+    from funcops.library.ops.group_norm import *
+    from funcops.library.ops.grouped_linear import *
+    from funcops.library.ops.grouped_qlinear import *
+    from funcops.library.ops.l2_norm import *
+    from funcops.library.ops.latent_split import *
+    from funcops.library.ops.layer_norm import *
+    from funcops.library.ops.linear import *
+    from funcops.library.ops.linear_cross_entropy import *
+    from funcops.library.ops.log_decay import *
+    from funcops.library.ops.modulate import *
+    from funcops.library.ops.patchify import *
+    from funcops.library.ops.permute import *
+    from funcops.library.ops.position_embedding import *
+    from funcops.library.ops.qattention import *
+    from funcops.library.ops.qkv_split import *
+    from funcops.library.ops.qlinear import *
+    from funcops.library.ops.quantize import *
+    from funcops.library.ops.reshape import *
+    from funcops.library.ops.rms_norm import *
+    from funcops.library.ops.rope import *
+    from funcops.library.ops.rope_scaling import *
+    from funcops.library.ops.route import *
+    from funcops.library.ops.row_scale import *
+    from funcops.library.ops.scale import *
+    from funcops.library.ops.sink_attention import *
+    from funcops.library.ops.softcap import *
+    from funcops.library.ops.softmax import *
+    from funcops.library.ops.unpermute import *
+finally:
+    if _collected:
+        _gc.enable()
 
 if _TYPE_CHECKING:  # extensions, which are imported at their first use
     from funcops import checkpoint as checkpoint

@@ -77,8 +77,8 @@ def edit(path: Path, change: Callable[[str], str]) -> None:
 def imported(text: str, name: str) -> str:
     """The text of the package's face with the import of the operator, among its sorted lines."""
     lines = text.splitlines(keepends=True)
-    new = f"from funcops.library.ops.{name} import *\n"
-    at = next(i for i, line in enumerate(lines) if line.startswith("from funcops.library.ops.") and line > new)
+    new = f"    from funcops.library.ops.{name} import *\n"
+    at = next(i for i, line in enumerate(lines) if line.startswith("    from funcops.library.ops.") and line > new)
     return "".join([*lines[:at], new, *lines[at:]])
 
 

@@ -35,6 +35,21 @@ except AttributeError as error:
     assert missing == "module 'funcops' has no attribute 'no_such_name'"
 
 
+def test_the_collector_is_as_it_was_after_an_import():
+    fails = """
+import gc, sys
+sys.modules["optree"] = None  # which then cannot be imported
+try:
+    import funcops
+except ImportError:
+    print(gc.isenabled())
+print(gc.isenabled())
+"""
+    assert in_a_new_process(fails).split()[-1] == "True"
+    assert in_a_new_process("import gc, funcops; print(gc.isenabled())") == "True\n"
+    assert in_a_new_process("import gc; gc.disable(); import funcops; print(gc.isenabled())") == "False\n"
+
+
 def test_each_extension_imports_alone():
     """In a process that has only imported torch: a fork of one that did."""
     names = sorted(path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file())

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funcops import LinearConfig, RepeatConfig, WithExtras, chain, diff, linear, random, repeat, report, with_policy
-from funcops.engine.residuals.equal_layers import merged
-from funcops.engine.residuals.report import Row
+from funcops.engine.residuals.report import Row, merged
 from funcops.models.blocks import block_config, mlp_config
 
 CFG = mlp_config(16, 24)

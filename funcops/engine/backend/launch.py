@@ -36,11 +36,39 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from funcops.engine.backend.interpreted import mend
 from funcops.engine.backend.source import compile_source
 from funcops.engine.errors import fail
 
 __all__ = ["MOST", "Launched", "compiled_launches", "launched_kernels", "launcher", "planned_launches"]
+
+
+@functools.cache
+def mend() -> None:
+    """Patch the interpreter, once per process, before it runs the first kernel."""
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    kind = interpreter.InterpreterBuilder
+    before = kind.create_splat
+
+    def create_splat(self: Any, *args: Any) -> Any:
+        handle = before(self, *args)
+        # the arguments are the shape or type of the block and the value to fill it with; their order differs between versions
+        scalar = next(arg for arg in args if isinstance(arg, interpreter.TensorHandle))
+        if scalar.data.dtype == np.bool_ and handle.data.dtype != np.bool_:
+            return interpreter.TensorHandle(handle.data.astype(np.bool_), tl.int1)
+        return handle
+
+    kind.create_splat = create_splat
+    patch = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, *args: Any) -> None:
+        patch(tensor, *args)  # which records the old methods, to restore them
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
 
 _SOURCE = """
 def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
