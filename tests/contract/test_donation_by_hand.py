@@ -18,6 +18,7 @@ from funcops import (
     LinearConfig,
     RepeatConfig,
     RMSNormConfig,
+    SkipConfig,
     Step,
     activation,
     chain,
@@ -29,8 +30,10 @@ from funcops import (
     random,
     repeat,
     rms_norm,
+    skip,
 )
 from funcops.engine.contract.schema import Saved
+from funcops.engine.program import programs
 from funcops.engine.residuals.nested import Nested
 from funcops.engine.trees import leaves, paths
 from funcops.testing.checks import float_like
@@ -152,6 +155,17 @@ def test_memory_falls_in_the_second_half_where_it_does_by_hand(name):
     for i, ((func, one), (_, other)) in enumerate(zip(got, want, strict=True)):
         assert one.intersection(kept) == other.intersection(kept), f"call {i}, {func}"
     assert len(want[0][1].intersection(kept)) == len(kept) > len(want[-1][1].intersection(kept))
+
+
+def test_a_skip_of_one_op_leaves_the_cell_to_that_op():
+    """Whoever takes the node holds its leaves while the program runs."""
+    cfg = SkipConfig(linear, LinearConfig(D, D))
+    y, kept = skip.fwd(skip.init(cfg, key=random.key(0)), torch.randn(4, D), cfg)
+    cell = donate(kept)
+    assert programs._opened("skip_bwd", skip, cell, cfg)[0] is cell and cell._node is not None
+    skip.bwd(cell, torch.ones_like(y), cfg)
+    with pytest.raises(DonatedError):
+        skip.bwd(cell, torch.ones_like(y), cfg)
 
 
 COMBINED = list({id(case): case for case, _ in CASES if case.op.lower is not None or case.op is repeat}.values())

@@ -8,8 +8,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funcops import LinearConfig, RepeatConfig, WithExtras, chain, diff, linear, random, repeat, report, with_policy
+from funcops import (
+    Compress,
+    LinearConfig,
+    Needs,
+    RepeatConfig,
+    WithExtras,
+    chain,
+    diff,
+    linear,
+    pack,
+    random,
+    repeat,
+    report,
+    with_policy,
+)
+from funcops.contract import DGRAD, Residuals, saved
 from funcops.engine.residuals.report import Row, merged
+from funcops.engine.trees import leaf, static, tree
 from funcops.models.blocks import block_config, mlp_config
 
 CFG = mlp_config(16, 24)
@@ -122,3 +138,18 @@ def test_a_difference_has_the_paths_of_both_sides():
     before, after = report({"a": kept, "b": None}), report({"a": None, "b": kept})
     changes = {change.path: (change.before, change.after) for change in diff(before, after)}
     assert changes["a.x"] == (48, 0) and changes["b.x"] == (0, 48)
+
+
+def test_a_tree_with_a_field_named_form_is_no_packed_tensor():
+    @tree
+    class Shaped:
+        values: torch.Tensor = leaf("[*]")
+        form: str = static("round")
+
+    class ShapedResiduals(Residuals):
+        x: Shaped = saved("{*}", needed_by=DGRAD, tree=True)
+
+    cfg = LinearConfig(2, 2)
+    kept = ShapedResiduals.keep(cfg, Needs.ALL, x=Shaped(torch.ones(4, 128)))
+    assert [row.path for row in report(kept).rows] == ["x.values"]
+    assert report(pack(kept, Compress("fp8"))).kept_bytes < report(kept).kept_bytes

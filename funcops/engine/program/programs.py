@@ -206,10 +206,12 @@ def _opened(where: str, op: Op, residuals: Any, cfg: Any) -> tuple[Any, Op, Any]
     while op.lower is not None and op.keeps is None:
         op, cfg = cfg.op, cfg.cfg
     node, cls = residuals, op.keeps
+    if op.lower is None:  # its own function takes the cell: held here, the leaves would outlive their last reader
+        return node, op, cfg
     if type(node) is Donated and node._node is not None:  # `take` written out; of a spent cell `open_node` raises
         node, residuals._node = node._node, None
     # what `open_node` would accept at once passes without the call
-    if op.lower is not None and (type(node) is not cls or node.cfg is not cfg or node.gone or node.had):
+    if type(node) is not cls or node.cfg is not cfg or node.gone or node.had:
         node = open_node(where, node, cls, cfg)
     return node, op, cfg
 
@@ -219,7 +221,7 @@ def wgrad(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgr
     where = f"{op.name}_wgrad"
     require_config(where, cfg, op.config)
     node = pending
-    if type(node) is Donated and node._node is not None:
+    if type(node) is Donated and node._node is not None:  # as in `_opened`
         node, pending._node = node._node, None
     if node is not None and (type(node) is not cls or node.cfg is not cfg or node.gone or node.had):
         node = open_node(where, node, cls, cfg)

@@ -75,7 +75,8 @@ class Packed:
 
 def has_form(value: Any) -> bool:
     """Whether a node stands for one tensor in another form: it has the `shape` of that tensor, and `form`, a name for reports."""
-    return hasattr(type(value), "form")
+    # a property: a class of somebody's own may have a field of that name
+    return isinstance(getattr(type(value), "form", None), property)
 
 
 class _Known(NamedTuple):
