@@ -180,7 +180,8 @@ def of_graph(half):
     if half == "wgrad":
         kept = graph.dgrad(kept, dy)[1]
     run = (lambda: graph.wgrad(kept)) if half == "wgrad" else lambda: getattr(graph, half)(kept, dy)
-    return {"params.weight": params.weight, "slot 0.y": y, "slot 0.residuals.x": graph._slots[0].residuals.x}, run
+    found = {"params.weight": params.weight, "slot 0.y": y, "slot 0.residuals.x": graph._slots[0].results["fwd"][1].x}
+    return (found | {"slot 0.pending.dy": kept.tree.dy} if half == "wgrad" else found), run
 
 
 def of_module(half):

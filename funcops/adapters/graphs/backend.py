@@ -79,7 +79,7 @@ class Capturer:
         if options.hooks is not None:
             require_type(where, "hooks", options.hooks, Hooks)
             options.hooks.check(where)
-        self.backend, self.options, self.warmup = backend_of(*trees), options, warmup
+        self.where, self.backend, self.options, self.warmup = where, backend_of(*trees), options, warmup
         self.given = pool  # a MemPool lives as long as the graphs that allocate from it
         if isinstance(pool, torch.cuda.MemPool):
             pool = pool.id

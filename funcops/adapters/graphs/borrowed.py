@@ -8,23 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.adapters.graphs.lease import SHARED, Lease
 from funcops.adapters.graphs.statics import refuse_in_flight
-from funcops.adapters.graphs.timeline import TimelineEntry
 from funcops.engine.errors import BorrowedError, fail
 from funcops.engine.trees import nbytes, paths, structure, unflatten, with_leaves
 
 POLICIES = ("clone", "borrow")
-
-
-SHARED = "a graph that was captured earlier into the same memory pool"
-
-
-class Generation:
-    """A counter of how often the buffers of a graph were overwritten."""
-
-    def __init__(self, entry: TimelineEntry) -> None:
-        self.entry = entry
-        self.now = 0
 
 
 class Borrowed(Tensor):
@@ -34,9 +23,9 @@ class Borrowed(Tensor):
     _of: Any
 
     @staticmethod
-    def over(t: Tensor, generation: Generation, now: int, path: str) -> Borrowed:
+    def over(t: Tensor, lease: Lease, number: int, path: str) -> Borrowed:
         borrowed: Any = torch.Tensor._make_subclass(Borrowed, t.detach())
-        borrowed._of = (generation, now, path)
+        borrowed._of = (lease, number, path)
         return borrowed  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -58,13 +47,13 @@ class Borrowed(Tensor):
 
 
 def _check(t: Any) -> None:
-    generation, at, path = t.__dict__["_of"]
+    lease, number, path = t.__dict__["_of"]
     name = f"output {path}" if path else "the output"
-    if generation.now != at:
+    if lease.number != number:
         raise BorrowedError(
             f"{name} was borrowed from a graph that has been replayed since: clone it, or capture with outputs='clone'"
         )
-    if generation.entry.overwritten():
+    if lease.overwritten():
         raise BorrowedError(
             f"{name} was borrowed from a graph, and {SHARED} has been replayed since: clone it, or capture without pool="
         )
@@ -89,22 +78,21 @@ class Outputs:
     """The results of a captured function. A result that is a donated input, written in place, is returned as the caller's own
     tensor; values other than tensors are returned unchanged."""
 
-    def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool, entry: TimelineEntry) -> None:
+    def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool, lease: Lease) -> None:
         if policy not in POLICIES:
             fail(where, "outputs", " or ".join(map(repr, POLICIES)), repr(policy))
         refuse_in_flight(where, "output", tree)
-        self.policy, self.debug = policy, debug
-        self.generation = Generation(entry)
+        self.policy, self.debug, self.lease = policy, debug, lease
         inputs = {id(t): i for i, t in enumerate(statics) if isinstance(t, Tensor)}
         self.leaves = list(paths(tree).items())  # kept alive, so that their memory does not return to the pool
         self.same_as = [inputs.get(id(t)) for _, t in self.leaves]
         # of tensors that are gone, so that residuals are as fresh as at capture, whatever was written to its buffers since
         self.structure = structure(with_leaves(tree, [t.detach() if isinstance(t, Tensor) else t for _, t in self.leaves]))
-        entry.lend(self.borrowed)
+        if lease.graph is not None:
+            lease.graph.lend(self.borrowed)
 
     def give(self, given: list[Any]) -> Any:
         """The results of the replay that just ended; `given`: the leaves of its inputs."""
-        self.generation.now += 1
         pairs = zip(self.leaves, self.same_as, strict=True)
         return unflatten(self.structure, [given[same] if same is not None else self._one(path, t) for (path, t), same in pairs])
 
@@ -113,7 +101,7 @@ class Outputs:
             return t
         if self.policy == "clone":
             return t.clone()
-        return Borrowed.over(t, self.generation, self.generation.now, path) if self.debug else t
+        return Borrowed.over(t, self.lease, self.lease.number, path) if self.debug else t
 
     @property
     def borrowed(self) -> list[Tensor]:

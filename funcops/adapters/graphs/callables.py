@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from funcops.adapters.autograd.delayed import WgradStore, accumulate
 from funcops.adapters.autograd.first_order import anchor, first_order
 from funcops.adapters.autograd.hushed import hush, unhush
-from funcops.adapters.graphs.backend import Captured, Capturer, Options
-from funcops.adapters.graphs.borrowed import SHARED
-from funcops.adapters.graphs.statics import HOOKS, Part, Snapshot, StaticInput, Written, other_structure
+from funcops.adapters.graphs.backend import Capturer, Options
+from funcops.adapters.graphs.lease import Lease
+from funcops.adapters.graphs.slot import FREE, PENDING, RESIDUALS, Slot
+from funcops.adapters.graphs.statics import HOOKS, Inputs, Part, restored
 from funcops.engine.contract.fused_steps import watch
-from funcops.engine.contract.marks import Versions
 from funcops.engine.errors import BorrowedError, GraphOrderError, describe, fail, require, require_flag, require_type
-from funcops.engine.trees import leaves, paths, structure, tensors, with_leaves
+from funcops.engine.trees import leaves, tensors, with_leaves
 
 
 def _autocast() -> tuple[Any, ...]:
@@ -30,21 +30,16 @@ def _autocast() -> tuple[Any, ...]:
     return tuple([torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")])
 
 
-class _CallSlot:
-    """The graphs and buffers of one call in flight."""
+class _CallSlot(Slot):
+    """A slot of autograd's graphs: `fwd`, `bwd` if there is a gradient, `wgrad` if weight gradients are put off."""
 
-    busy = False
-    inputs: list[StaticInput]
-    outputs: Any
     form: Any = None  # makes outputs that only torch's pytree knows of their leaves
     out_tensors: list[Tensor]
     dys: list[Tensor]  # of the outputs that require grad
     grads: list[Tensor | None]  # of the inputs, then of the params
-    weights: list[tuple[Tensor, Tensor]]  # params whose gradients were delayed, and their gradients
+    weights: list[tuple[Tensor, Tensor]]  # params whose gradients were put off, and their gradients
     held: Any  # the autograd graph and the pendings: each backward reads their memory, which must not return to the pool
-    graphs: dict[str, Captured]
-    written: Written  # by the forward
-    guarded: Versions  # what a backward may read, and no replay writes to
+    lent: Lease  # of the buffers that become a parameter's gradient
 
 
 class _Callable:
@@ -55,7 +50,6 @@ class _Callable:
     ) -> None:
         self.where, self.fn, self.clone, self.outputs = where, fn, clone_param_grads, outputs
         self.args, self.kwargs = args, kwargs
-        self.structure = structure((args, kwargs))
         self.params = [p for p in fn.parameters() if p.requires_grad] if isinstance(fn, nn.Module) else []
         self.parts, self.autocast = list[Part](), _autocast()
         self.forward = fn.forward if isinstance(fn, nn.Module) else fn
@@ -63,7 +57,7 @@ class _Callable:
         self.slots: list[_CallSlot] = []
         self.order: _Order | None = None
         self.number = 0
-        self.waiting: list[tuple[_CallSlot, Versions]] = []  # slots whose weight gradients backward_dw will compute
+        self.waiting: list[_CallSlot] = []  # whose weight gradients backward_dw will compute
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.forward, memo)  # a method of the copied module, which has other parameters
@@ -74,53 +68,36 @@ class _Callable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any([part.module.training is not part.training for part in self.parts]) or _autocast() != self.autocast:
             return self.forward(*args, **kwargs)  # it was captured in another mode
-        given = self._check(args, kwargs)
+        values = self.slots[0].inputs["fwd"].check((args, kwargs))
+        for part in self.parts:
+            part.check(self.where)
         if self.order is not None and torch.is_grad_enabled():
             self.order.take(self.number)
-        slot = next((one for one in self.slots if not one.busy), None)
+        slot = next((one for one in self.slots if one.state == FREE), None)
         if slot is None:
             raise GraphOrderError(
                 f"{self.where}: a slot must be free, got {len(self.slots)} calls whose backward has not run: capture with an order"
             )
-        found = _Graphed.apply(self, slot, *given, *self.params)
-        made = with_leaves(slot.outputs, _fill(leaves(slot.outputs), found[:-1]))
+        found = _Graphed.apply(self, slot, values, *tensors(values), *self.params)
+        outputs = slot.results["fwd"]
+        made = with_leaves(outputs, _fill(leaves(outputs), found[:-1]))
         return made if slot.form is None else torch_pytree.tree_unflatten(made, slot.form)
-
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Check the arguments, and return the tensors among them."""
-        if structure((args, kwargs)) != self.structure:
-            other_structure(self.where, "arguments", (self.args, self.kwargs), (args, kwargs))
-        values = leaves((args, kwargs))
-        for leaf, value in zip(self.slots[0].inputs, values, strict=True):
-            leaf.check(self.where, value)
-            if isinstance(value, Tensor) and value.requires_grad != (want := leaf.static.requires_grad) and torch.is_grad_enabled():
-                fail(self.where, f"input {leaf.path}", f"a tensor with requires_grad={want}", value.requires_grad)
-        for part in self.parts:
-            part.check(self.where)
-        return [value for value in values if isinstance(value, Tensor)]
-
-    def check_kept(self, slot: _CallSlot, what: str, *graphs: str) -> None:
-        if any([slot.graphs[name].entry.overwritten() for name in graphs]):
-            raise BorrowedError(
-                f"{self.where}: the tensors of {what} must be untouched, got a replay of {SHARED} since: capture without pool="
-            )
 
     def check_taken(self, slot: _CallSlot) -> None:
         """Raise if a parameter's gradient still is the buffer that a backward will write to, before it adds to it."""
-        lent = [] if self.clone else zip(self.params, slot.grads[len(slot.grads) - len(self.params) :], strict=True)
-        if any([g is not None and p.grad is not None and p.grad.data_ptr() == g.data_ptr() for p, g in lent]):
+        if any([slot.lent.at(i, p.grad) for i, p in enumerate(self.params)]):
             remedy = "set p.grad to None after each backward, or capture with clone_param_grads=True"
             raise BorrowedError(f"{self.where}: the graph's buffers must be free, got some that are a parameter's p.grad: {remedy}")
 
     def backward_dw(self) -> None:
         """Compute and accumulate the weight gradients of every backward since the last call, as `delayed_wgrad`'s `run` does."""
-        unhush([p for slot, _ in self.waiting for p, _ in slot.weights])
+        unhush([p for slot in self.waiting for p, _ in slot.weights])
         while self.waiting:
-            slot, versions = self.waiting.pop(0)
-            slot.busy = False  # after an error, too: its buffers are of no more use
-            versions.check(self.where, "", "backward", "Call backward_dw() before the optimiser")
-            self.check_kept(slot, "the backward", "fwd", "bwd")
-            slot.graphs["wgrad"].replay()
+            slot = self.waiting.pop(0)
+            slot.enter(FREE)  # after an error, too: its buffers are of no more use
+            hint = "Call backward_dw() before the optimiser"
+            slot.check(self.where, "the tensors of the backward", "fwd", "bwd", by="backward", hint=hint)
+            slot.replay("wgrad")
             for p, gradient in slot.weights:
                 if p.requires_grad:
                     accumulate(p, gradient.clone())
@@ -157,26 +134,24 @@ class _Token:
     """Lives as long as an autograd node, and frees the slot if the node's backward never ran."""
 
     def __init__(self, slot: _CallSlot) -> None:
-        self.slot, self.done = slot, False
+        self.slot, self.ticket = slot, slot.enter(RESIDUALS)
+
+    def used(self) -> bool:
+        return self.slot.ticket != self.ticket
 
     def __del__(self) -> None:
-        if not self.done:
-            self.slot.busy = False
+        if not self.used():
+            self.slot.enter(FREE)
 
 
 class _Graphed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, of: _Callable, slot: _CallSlot, *inputs: Tensor) -> Any:  # type: ignore[override]
-        statics = [leaf.static for leaf in slot.inputs if isinstance(leaf.static, Tensor)]
-        for static, given in zip(statics, inputs, strict=False):
-            if static.data_ptr() != given.data_ptr():
-                static.copy_(given)
-        slot.graphs["fwd"].replay()
-        slot.written.count()
+    def forward(ctx: Any, of: _Callable, slot: _CallSlot, values: list[Any], *inputs: Tensor) -> Any:  # type: ignore[override]
+        slot.inputs["fwd"].copy(values)
+        slot.replay("fwd")
         if any(ctx.needs_input_grad):
-            slot.busy = True
             ctx.token = _Token(slot)
-        ctx.of, ctx.slot, ctx.versions = of, slot, slot.guarded.now()
+        ctx.of, ctx.slot = of, slot
         made = [t.clone() if of.outputs == "clone" else t.detach() for t in slot.out_tensors]
         ctx.mark_non_differentiable(*[m for m, t in zip(made, slot.out_tensors, strict=True) if not t.requires_grad])
         made.append(anchor(made))
@@ -194,10 +169,9 @@ class _Graphed(torch.autograd.Function):
 
 def _replayed(ctx: Any, *dys: Tensor) -> Any:
     of, slot = ctx.of, ctx.slot
-    if ctx.token.done:
+    if ctx.token.used():
         raise GraphOrderError(f"{of.where}: a backward must run once, got a second one: another call may use its buffers now")
-    of.check_kept(slot, "the forward", "fwd")
-    ctx.versions.check(of.where, "")
+    slot.check(of.where, "the tensors of the forward", "fwd")
     of.check_taken(slot)
     if of.order is not None:
         of.order.take(-of.number)
@@ -205,19 +179,16 @@ def _replayed(ctx: Any, *dys: Tensor) -> Any:
     for static, dy in zip(slot.dys, wanted, strict=True):
         static.copy_(dy)
     if "bwd" in slot.graphs:
-        slot.graphs["bwd"].replay()
-    ctx.token.done = True
-    grads = list(slot.grads)
-    first_param = len(grads) - len(of.params)
-    own = [None if g is None else g.clone() if i < first_param or of.clone else g.detach() for i, g in enumerate(grads)]
+        slot.replay("bwd")
+    slot.enter(PENDING if slot.weights else FREE)
+    first_param = len(slot.grads) - len(of.params)
+    own = [None if g is None else g.clone() if i < first_param or of.clone else g.detach() for i, g in enumerate(slot.grads)]
     if slot.weights:
-        of.waiting.append((slot, ctx.versions))
+        of.waiting.append(slot)
         trained = [p for p, _ in slot.weights]
         watch(trained)
         hush(trained)
-    else:
-        slot.busy = False
-    return None, None, *own
+    return None, None, None, *own
 
 
 def make_graphed_callables(
@@ -281,7 +252,7 @@ def make_graphed_callables(
     capturer = Capturer(where, (samples, kwargs, [c.params for c in made]), pool, options, num_warmup_iters)
     numbers = itertools.count()
     for c, count in zip(made, counts, strict=True):
-        with _restored(c.fn):
+        with restored(list(c.fn.buffers()) if isinstance(c.fn, nn.Module) else []):
             for i in range(count):
                 c.slots.append(_capture(c, allow_unused_input, delayed_wgrad, capturer.of_slot(next(numbers)), warm=i == 0))
     checker = None if order is None else _Order(order)
@@ -329,29 +300,12 @@ def _in_flight(where: str, order: Sequence[int] | None, count: int) -> list[int]
     return most
 
 
-@contextlib.contextmanager
-def _restored(fn: Any) -> Iterator[None]:
-    """Restore a module's buffers after the block."""
-    buffers = Snapshot(list(fn.buffers()) if isinstance(fn, nn.Module) else [])
-    try:
-        yield
-    finally:
-        buffers.restore()
-
-
-def _static(path: str, value: Any) -> StaticInput:
-    if not isinstance(value, Tensor):
-        return StaticInput(path, "copy", value, 0)
-    static = value.detach().clone().requires_grad_(value.requires_grad)
-    return StaticInput(path, "copy", static, static.data_ptr(), value.stride())
-
-
 def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer, warm: bool) -> _CallSlot:
-    slot = _CallSlot()
-    slot.inputs = [_static(path, value) for path, value in paths((c.args, c.kwargs)).items()]
-    slot.graphs, slot.weights = {}, []
-    args, kwargs = with_leaves((c.args, c.kwargs), [leaf.static for leaf in slot.inputs])
-    given = [leaf.static for leaf in slot.inputs if isinstance(leaf.static, Tensor)]
+    own = [*c.fn.parameters(), *c.fn.buffers()] if isinstance(c.fn, nn.Module) else []
+    slot = _CallSlot(capturer, own)
+    slot.inputs["fwd"] = reads = Inputs(c.where, (c.args, c.kwargs), "copy", differentiable=True)
+    args, kwargs = reads.trees
+    given = tensors(reads.trees)
     # detached aliases, so that no param's autograd node belongs to the capture's stream
     aliases = {id(p): p.detach().requires_grad_() for p in c.params}
     params = list(aliases.values())
@@ -377,48 +331,48 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
         outs = [t for t in tensors(forward()) if t.requires_grad]
         backward(outs, [torch.ones_like(t) for t in outs])[1].discard()
 
+    slot.weights = []
     with torch.enable_grad():
         if warm:
             capturer.warm_up(both)
             c.parts = [Part(*found) for found in c.fn.named_modules()] if isinstance(c.fn, nn.Module) else []
-        slot.written = Written([*c.fn.parameters(), *c.fn.buffers()] if isinstance(c.fn, nn.Module) else ())
-        slot.graphs["fwd"], slot.outputs = capturer.capture(forward)
-        slot.written.note()
-        slot.out_tensors = tensors(slot.outputs)
-        outs = [t for t in slot.out_tensors if t.requires_grad]
+        found = slot.capture("fwd", forward)
+        outs = [t for t in tensors(found) if t.requires_grad]
         slot.dys, slot.held = [torch.ones_like(t) for t in outs], outs
-        found: Any = ()
+        grads: Any = ()
         if outs and differentiable:
-            slot.graphs["bwd"], (found, store) = capturer.capture(
-                lambda: backward(outs, slot.dys), lambda result: tensors(list(result[0]))
-            )
+            grads, store = slot.capture("bwd", lambda: backward(outs, slot.dys), lambda result: tensors(list(result[0])))
             if delayed:
                 with torch.no_grad():
-                    slot.graphs["wgrad"], slot.weights = capturer.capture(
-                        lambda: _weights(store), lambda pairs: [g for _, g in pairs]
-                    )
+                    slot.weights = slot.capture("wgrad", lambda: _weights(store), lambda pairs: [g for _, g in pairs])
                 slot.held = outs, [one.pending for one in store.waiting]
                 store.discard()
-    by_id = {id(t): g for t, g in zip(differentiable, found, strict=True)} if found else {}
+    by_id = {id(t): g for t, g in zip(differentiable, grads, strict=True)} if grads else {}
     slot.grads = [by_id.get(id(t)) for t in (*given, *params)]
     originals = {id(alias): p for p, alias in zip(c.params, params, strict=True)}
     slot.weights = [(originals[id(p)], gradient) for p, gradient in slot.weights]
-    slot.out_tensors = [t.detach().requires_grad_(t.requires_grad) if t.requires_grad else t for t in slot.out_tensors]
-    slot.outputs = with_leaves(slot.outputs, _fill(leaves(slot.outputs), slot.out_tensors))
-    _lend(c, slot)
+    slot.out_tensors = [t.detach().requires_grad_(t.requires_grad) if t.requires_grad else t for t in tensors(found)]
+    slot.results = {"fwd": with_leaves(found, _fill(leaves(found), slot.out_tensors))}  # without autograd's graph
+    param_grads = slot.grads[len(given) :]
+    slot.lent = Lease().hold([None] * len(c.params) if c.clone else param_grads)
+    if c.outputs == "borrow":
+        slot.graphs["fwd"].entry.lend(slot.out_tensors)
+    if not c.clone and "bwd" in slot.graphs:
+        slot.graphs["bwd"].entry.lend([g for g in param_grads if g is not None])
     for part in c.parts:
         part.check(c.where)  # a forward that puts other tensors in their places
-    slot.guarded = _guarded(c, slot)
+    slot.leases["fwd"].hold(_read_by_backward(c, slot))
     return slot
 
 
-def _guarded(c: _Callable, slot: _CallSlot) -> Versions:
+def _read_by_backward(c: _Callable, slot: _CallSlot) -> dict[str, Any]:
+    """The tensors that a backward may read, by name, and that no replay writes to."""
     found: dict[str, Any] = {"outputs": slot.out_tensors if c.outputs == "borrow" else []}
     if isinstance(c.fn, nn.Module):
-        written = set(map(id, slot.written.tensors))
+        written = set(map(id, slot.written["fwd"]))
         for kind, own in (("parameters", c.fn.named_parameters()), ("buffers", c.fn.named_buffers())):
             found[kind] = {name: t for name, t in own if id(t) not in written}
-    return Versions.of(found)
+    return found
 
 
 def _opened(where: str, outputs: Any) -> tuple[Any, Any]:
@@ -430,13 +384,6 @@ def _opened(where: str, outputs: Any) -> tuple[Any, Any]:
     if not tensors(outputs):
         fail(where, "the output", "a tensor or a tree with tensors", describe(outputs), TypeError)
     return outputs, form
-
-
-def _lend(c: _Callable, slot: _CallSlot) -> None:
-    if c.outputs == "borrow":
-        slot.graphs["fwd"].entry.lend(slot.out_tensors)
-    if not c.clone and "bwd" in slot.graphs:
-        slot.graphs["bwd"].entry.lend([g for g in slot.grads[len(slot.grads) - len(c.params) :] if g is not None])
 
 
 def _standing_in(module: nn.Module, aliases: dict[int, Tensor]) -> dict[str, Tensor]:

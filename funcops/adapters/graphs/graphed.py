@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcops.adapters.graphs.backend import Captured, Capturer, Options
-from funcops.adapters.graphs.borrowed import Outputs
+from funcops.adapters.graphs.backend import Capturer, Options
 from funcops.adapters.graphs.hooks import Hooks
-from funcops.adapters.graphs.statics import Inputs, Snapshot, Written
+from funcops.adapters.graphs.slot import Slot
+from funcops.adapters.graphs.statics import Inputs, restored
 from funcops.adapters.graphs.without_gpu.faults import without_autograd
-from funcops.engine.backend import scopes
 from funcops.engine.errors import GradModeError, require_callable, require_count, require_flag, require_type, size_of
-from funcops.engine.trees import tensors, tree_map
+from funcops.engine.trees import tree_map
 
 
 class Report(NamedTuple):
@@ -45,18 +44,14 @@ class Report(NamedTuple):
         )
 
 
-class _ReplaySlot(NamedTuple):
-    inputs: Inputs
-    outputs: Outputs
-    captured: Captured
-    written: Written
+CALL = "call"  # the name of a slot's one graph
 
 
 class Graphed:
     """A captured function. Call it like the function; `report`, `reset`, `dot`, `raw_graph` and `instantiate` act on its graphs.
     A deep copy and a pickle hold the function itself, uncaptured: a method becomes the copied object's."""
 
-    def __init__(self, fn: Callable[..., Any], slots: list[_ReplaySlot], capturer: Capturer) -> None:
+    def __init__(self, fn: Callable[..., Any], slots: list[Slot], capturer: Capturer) -> None:
         self.fn, self.backend, self.pool = fn, capturer.backend, capturer.pool
         self._capturer = capturer
         self._slots, self._next = slots, 0
@@ -75,23 +70,21 @@ class Graphed:
         strides, dtype, device, or (pinned, donated) address differs from the captured one."""
         if not self._slots:
             raise RuntimeError("graphed: must not be called after reset()")
-        inputs, outputs, captured, written = self._slots[self._next]
-        given = scopes.named("inputs of the graph", inputs.take, trees)
-        captured.replay()
-        written.count()
-        self._next = (self._next + 1) % len(self._slots)
-        return scopes.named("outputs of the graph", outputs.give, given)
+        at = self._next
+        found = self._slots[at].run(CALL, trees)
+        self._next = (at + 1) % len(self._slots)
+        return found
 
     def report(self) -> Report:
-        counts = [slot.captured.kernels() for slot in self._slots]
-        inputs, outputs = sum(slot.inputs.nbytes for slot in self._slots), sum(slot.outputs.nbytes for slot in self._slots)
+        counts = [slot.graphs[CALL].kernels() for slot in self._slots]
+        inputs = sum(slot.inputs[CALL].nbytes for slot in self._slots)
+        outputs = sum(slot.outputs[CALL].nbytes for slot in self._slots)
         return Report(self.backend.name, inputs, outputs, 0, self._capturer.pool_bytes(), counts[0] if counts else 0)
 
     def reset(self) -> None:
         """Free the graphs and their memory. Borrowed tensors must not be used any more."""
         for slot in self._slots:
-            slot.outputs.generation.now += 1
-            slot.captured.reset()
+            slot.reset()
         self._slots = []
 
     def pools(self) -> list[Any]:
@@ -100,17 +93,17 @@ class Graphed:
 
     def dot(self, path: str) -> None:
         """Write the first slot's graph for Graphviz; on CUDA it must have been captured with `keep_graph=True`."""
-        self._slots[0].captured.dot(path)
+        self._slots[0].graphs[CALL].dot(path)
 
     @property
     def raw_graph(self) -> Any:
         """torch's `CUDAGraph` of the first slot. Raises `RuntimeError` on the recorder."""
-        return self._slots[0].captured.raw_graph
+        return self._slots[0].graphs[CALL].raw_graph
 
     def instantiate(self) -> None:
         """Instantiate graphs captured with `keep_graph=True` now, rather than at the first replay."""
         for slot in self._slots:
-            slot.captured.instantiate()
+            slot.graphs[CALL].instantiate()
 
 
 def graphed(
@@ -181,32 +174,28 @@ def _capture(
     debug: bool,
     capturer: Capturer,
     warm: bool,
-) -> _ReplaySlot:
-    inputs = Inputs("graphed", examples, policies)
-    before = Snapshot(inputs.donated)
+) -> Slot:
+    reads = Inputs("graphed", examples, policies)
+    slot = Slot(capturer, reads.donated)
+    slot.inputs[CALL] = reads
 
     def call() -> Any:
-        return fn(*tree_map(lambda leaf: leaf, inputs.trees))  # a new tree for each call, because the function may donate it
+        return fn(*tree_map(lambda leaf: leaf, reads.trees))  # a new tree for each call, because the function may donate it
 
-    with torch.no_grad():
+    with torch.no_grad(), restored(reads.donated):
         try:
             if warm:
                 capturer.warm_up(call)
-            inputs.check_unwritten()
-            written = Written(inputs.donated)
-            captured, result = capturer.capture(call)
-            written.note()
+            reads.check_unwritten()
+            result = slot.capture(CALL, call)
         except RuntimeError as error:
             if remedy := without_autograd(error):
                 raise GradModeError(f"graphed: {error}{remedy}") from error
             raise
-        finally:
-            before.restore()
     try:
-        inputs.check_unwritten()
-        outputs = Outputs("graphed", result, [leaf.static for leaf in inputs.leaves], policy, debug, captured.entry)
-        captured.keep(tensors((inputs.trees, result)), capturer.given)  # until the last replay has finished
+        reads.check_unwritten()
+        slot.give(CALL, result, policy, debug)
     except Exception:
-        captured.reset()
+        slot.reset()
         raise
-    return _ReplaySlot(inputs, outputs, captured, written)
+    return slot

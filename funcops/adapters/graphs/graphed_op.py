@@ -13,20 +13,17 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
-from funcops.adapters.graphs.borrowed import SHARED, Outputs
 from funcops.adapters.graphs.graphed import Report
 from funcops.adapters.graphs.hooks import Hooks
-from funcops.adapters.graphs.statics import Inputs, Snapshot, Written, clones, refuse_copy
+from funcops.adapters.graphs.slot import FREE, PENDING, RESIDUALS, Slot
+from funcops.adapters.graphs.statics import Inputs, clones, refuse_copy, restored
 from funcops.engine.compose.step import check_body
-from funcops.engine.contract.marks import Versions
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.contract.rerun import read_again
 from funcops.engine.errors import BorrowedError, GraphOrderError, describe, fail, require, require_count, require_flag, require_type
 from funcops.engine.residuals.ledger import Ledger
 from funcops.engine.trees import leaves, tensors, tree_map
-
-FREE, RESIDUALS, PENDING = "free", "residuals", "pending"
 
 
 class InFlight:
@@ -44,41 +41,10 @@ class InFlight:
         return f"InFlight({self.kind} in slot {self.slot}: {self.tree!r})"
 
 
-class _MicrobatchSlot:
-    """The buffers and graphs of one microbatch, and its state."""
-
-    state = FREE
-    ticket = 0
-    inputs: Inputs
-    dy: Inputs
-    y: Outputs
-    dx: Outputs
-    whole_dx: Outputs
-    residuals: Any
-    pending: Any
-    dparams: Any
-    whole_dparams: Any
-    graphs: dict[str, Captured]
-    written: dict[str, Written]  # by graph
-    params: Versions
-    kept: Versions  # of the forward's results: y and the residuals
-
-    def replay(self, name: str) -> None:
-        self.graphs[name].replay()
-        self.written[name].count()
-        if name == "fwd":  # captured first: it may overwrite buffers borrowed from its backwards
-            self.dx.generation.now += 1
-            self.whole_dx.generation.now += 1
-
-    def overwritten(self) -> bool:
-        """Whether other graphs in its pool may have overwritten the tensors in flight here."""
-        return self.graphs["fwd"].entry.overwritten() or (self.state == PENDING and self.graphs["dgrad"].entry.overwritten())
-
-
 class GraphedOp:
     """A captured op, made by `graphed_op`."""
 
-    def __init__(self, op: Op, cfg: Any, capturer: Capturer, slots: list[_MicrobatchSlot], into: Any) -> None:
+    def __init__(self, op: Op, cfg: Any, capturer: Capturer, slots: list[Slot], into: Any) -> None:
         self.op, self.cfg, self.backend, self.pool = op, cfg, capturer.backend, capturer.pool
         self._slots, self._into, self._capturer = slots, into, capturer
 
@@ -96,42 +62,37 @@ class GraphedOp:
                 f"got {len(self._slots)} in flight ({held or 'none, after reset()'})"
             )
         slot = self._slots[index]
-        given = slot.inputs.take((params, x))
-        slot.replay("fwd")
-        slot.state, slot.ticket = RESIDUALS, slot.ticket + 1
-        y = slot.y.give(given)
-        slot.params, slot.kept = slot.params.now(), slot.kept.now()
-        return y, InFlight(self, RESIDUALS, index, slot.ticket, slot.residuals)
+        y = slot.run("fwd", (params, x))
+        _, residuals = slot.results["fwd"]
+        return y, InFlight(self, RESIDUALS, index, slot.enter(RESIDUALS), residuals)
 
     def dgrad(self, residuals: InFlight, dy: Any) -> tuple[Any, InFlight]:
         """Return dx, and the pending weight gradient in the same slot."""
         slot = self._slot("dgrad", residuals, RESIDUALS)
-        given = slot.dy.take((dy,))
-        slot.replay("dgrad")
-        slot.state, slot.ticket = PENDING, slot.ticket + 1
-        return slot.dx.give(given), InFlight(self, PENDING, residuals.slot, slot.ticket, slot.pending)
+        dx = slot.run("dgrad", (dy,))
+        _, pending = slot.results["dgrad"]
+        return dx, InFlight(self, PENDING, residuals.slot, slot.enter(PENDING), pending)
 
     def wgrad(self, pending: InFlight) -> Any:
         """Return dparams, which the caller owns, or `into` with them added. Frees the slot."""
         slot = self._slot("wgrad", pending, PENDING)
         slot.replay("wgrad")
-        slot.state, slot.ticket = FREE, slot.ticket + 1
-        return clones(slot.dparams) if self._into is None else self._into
+        slot.enter(FREE)
+        return clones(slot.results["wgrad"]) if self._into is None else self._into
 
     def bwd(self, residuals: InFlight, dy: Any) -> tuple[Any, Any]:
         """Return `(dparams, dx)`, as `dgrad` and then `wgrad` would. Frees the slot."""
         slot = self._slot("bwd", residuals, RESIDUALS)
-        given = slot.dy.take((dy,))
-        slot.replay("bwd")
-        slot.state, slot.ticket = FREE, slot.ticket + 1
-        return clones(slot.whole_dparams) if self._into is None else self._into, slot.whole_dx.give(given)
+        dx = slot.run("bwd", (dy,))
+        slot.enter(FREE)
+        dparams, _ = slot.results["bwd"]
+        return clones(dparams) if self._into is None else self._into, dx
 
     def release(self, kept: InFlight) -> None:
         """Free a slot whose backward will not run."""
-        slot = self._slot("release", kept, kept.kind)
-        slot.state, slot.ticket = FREE, slot.ticket + 1
+        self._slot("release", kept, kept.kind).enter(FREE)
 
-    def _slot(self, what: str, kept: Any, kind: str) -> _MicrobatchSlot:
+    def _slot(self, what: str, kept: Any, kind: str) -> Slot:
         where = f"graphed {self.op.name}_{what}"
         if not isinstance(kept, InFlight):
             fail(where, kind, "what this graph's fwd or dgrad returned", describe(kept), TypeError)
@@ -145,12 +106,14 @@ class GraphedOp:
         if slot.ticket != kept.ticket:
             raise GraphOrderError(f"{where}: {kind} of slot {kept.slot} must be unused, got some that were used already")
         if what != "release":
-            _check_kept(where, kind, kept.slot, slot)
+            graphs, by = (("fwd", "dgrad"), "backward") if kind == PENDING else (("fwd",), "forward")
+            slot.check(where, f"{kind} of slot {kept.slot}", *graphs, by=by)
         return slot
 
     def report(self) -> Report:
         slots = self._slots
-        inputs, outputs = sum(s.inputs.nbytes + s.dy.nbytes for s in slots), sum(s.y.nbytes + s.dx.nbytes for s in slots)
+        inputs = sum(s.inputs["fwd"].nbytes + s.inputs["dgrad"].nbytes for s in slots)
+        outputs = sum(s.outputs["fwd"].nbytes + s.outputs["dgrad"].nbytes for s in slots)
         kernels = _sum(slots[0].graphs[name].kernels() for name in ("fwd", "dgrad", "wgrad")) if slots else 0
         return Report(self.backend.name, inputs, outputs, sum(map(_kept_bytes, slots)), self._capturer.pool_bytes(), kernels)
 
@@ -161,10 +124,7 @@ class GraphedOp:
     def reset(self) -> None:
         """Free all graphs and their memory; residuals and pendings in flight are lost."""
         for slot in self._slots:
-            for outputs in (slot.y, slot.dx, slot.whole_dx):
-                outputs.generation.now += 1
-            for captured in slot.graphs.values():
-                captured.reset()
+            slot.reset()
         self._slots = []
 
     def graphs(self, slot: int = 0) -> Mapping[str, Captured]:
@@ -242,86 +202,57 @@ def graphed_op(
     rules = {"0": "pinned", "1": inputs} if isinstance(inputs, str) else {"0": "pinned", **{f"1.{k}": v for k, v in inputs.items()}}
     if not leaves(params):
         rules.pop("0")
-    before = Snapshot(tensors(into))
     made = []
-    try:
-        with torch.no_grad():
-            for i in range(slots):
-                slot = _MicrobatchSlot()
-                slot.inputs = Inputs(f"graphed {op.name}_fwd", (params, x), rules)
-                found = _capture(op, cfg, slot, dy, needs, into, capturer.of_slot(i), warm=i == 0)
-                _give_outputs(slot, *found, outputs, debug)
-                made.append(slot)
-    finally:
-        before.restore()
+    with torch.no_grad(), restored(tensors(into)):
+        for i in range(slots):
+            reads = Inputs(f"graphed {op.name}_fwd", (params, x), rules)
+            slot = Slot(capturer.of_slot(i), [*reads.donated, *tensors(into)])
+            slot.inputs["fwd"] = reads
+            _capture(op, cfg, slot, dy, needs, into, warm=i == 0)
+            (y, residuals), (dx, pending), (_, whole_dx) = [slot.results[name] for name in ("fwd", "dgrad", "bwd")]
+            for name, result in (("fwd", y), ("dgrad", dx), ("bwd", whole_dx)):
+                slot.give(name, result, outputs, debug)
+            in_flight = {"y": y, "residuals": residuals, "read again": read_again(residuals)}
+            slot.leases["fwd"].hold(reads.trees[0], "params").hold(in_flight, f"slot {i}", BorrowedError)
+            slot.leases["dgrad"].hold({"pending": pending}, f"slot {i}", BorrowedError)
+            made.append(slot)
     return GraphedOp(op, cfg, capturer, made, into)
 
 
-def _capture(
-    op: Op, cfg: Any, slot: _MicrobatchSlot, dy: Any, needs: Needs, into: Any, capturer: Capturer, warm: bool
-) -> tuple[Any, Any, Any]:
-    """Capture all graphs of a slot; returns y, dx, and the dx of bwd. The shape of y gives the gradients' buffers."""
+def _capture(op: Op, cfg: Any, slot: Slot, dy: Any, needs: Needs, into: Any, warm: bool) -> None:
+    """Capture all graphs of a slot. The shape of y gives the gradients' buffers."""
+    reads = slot.inputs["fwd"]
 
     def forward() -> Any:
-        params, x = slot.inputs.trees
+        params, x = reads.trees
         return op.fwd(params, x, cfg, needs=needs)
 
     y, _ = forward()
     like = tree_map(lambda t: torch.ones_like(t) if isinstance(t, Tensor) and t.is_floating_point() else None, y)
-    slot.dy = Inputs(f"graphed {op.name}_dgrad", (like if dy is None else dy,), "copy")
+    slot.inputs["dgrad"] = slot.inputs["bwd"] = dys = Inputs(f"graphed {op.name}_dgrad", (like if dy is None else dy,), "copy")
 
     def all_of_it() -> None:
         _, residuals = forward()
-        _, pending = op.dgrad(residuals, slot.dy.trees[0], cfg)
+        _, pending = op.dgrad(residuals, dys.trees[0], cfg)
         op.wgrad(pending, cfg, into=into)
-        op.bwd(residuals, slot.dy.trees[0], cfg, into=into)
+        op.bwd(residuals, dys.trees[0], cfg, into=into)
 
     if warm:
-        capturer.warm_up(all_of_it)
-    slot.graphs, slot.written = {}, {}
-
-    def captured(name: str, fn: Any) -> Any:
-        slot.written[name] = written = Written([*slot.inputs.donated, *tensors(into)])
-        slot.graphs[name], result = capturer.capture(fn)
-        kept = tensors((slot.inputs.trees, slot.dy.trees, result, into))
-        slot.graphs[name].keep(kept, capturer.given)  # until the last replay has finished
-        written.note()
-        return result
-
-    y, slot.residuals = captured("fwd", forward)
-    dx, slot.pending = captured("dgrad", lambda: op.dgrad(slot.residuals, slot.dy.trees[0], cfg))
-    slot.dparams = captured("wgrad", lambda: op.wgrad(slot.pending, cfg, into=into))
-    slot.whole_dparams, whole_dx = captured("bwd", lambda: op.bwd(slot.residuals, slot.dy.trees[0], cfg, into=into))
-    in_flight = {"y": y, "residuals": slot.residuals, "read again": read_again(slot.residuals)}
-    slot.params, slot.kept = Versions.of(slot.inputs.trees[0]), Versions.of(in_flight)
-    slot.inputs.check_unwritten()
-    slot.dy.check_unwritten()
-    return y, dx, whole_dx
+        slot.capturer.warm_up(all_of_it)
+    y, residuals = slot.capture("fwd", forward, keep=into)
+    _, pending = slot.capture("dgrad", lambda: op.dgrad(residuals, dys.trees[0], cfg), keep=into)
+    slot.capture("wgrad", lambda: op.wgrad(pending, cfg, into=into), keep=into)
+    slot.capture("bwd", lambda: op.bwd(residuals, dys.trees[0], cfg, into=into), keep=into)
+    reads.check_unwritten()
+    dys.check_unwritten()
 
 
-def _give_outputs(slot: _MicrobatchSlot, y: Any, dx: Any, whole_dx: Any, policy: str, debug: bool) -> None:
-    given, dys = ([leaf.static for leaf in of.leaves] for of in (slot.inputs, slot.dy))
-    of = [("fwd", y, given), ("dgrad", dx, dys), ("bwd", whole_dx, dys)]
-    slot.y, slot.dx, slot.whole_dx = [
-        Outputs("graphed_op", tree, statics, policy, debug, slot.graphs[name].entry) for name, tree, statics in of
-    ]
-
-
-def _check_kept(where: str, kind: str, index: int, slot: _MicrobatchSlot) -> None:
-    """Raise if params or the tensors in flight were, or may have been, overwritten."""
-    if slot.overwritten():
-        raise BorrowedError(
-            f"{where}: {kind} of slot {index} must be untouched, got a replay of {SHARED} since: capture without pool="
-        )
-    slot.params.check(where, "params")
-    slot.kept.check(where, f"slot {index}", error=BorrowedError)
-
-
-def _kept_bytes(slot: _MicrobatchSlot) -> int:
+def _kept_bytes(slot: Slot) -> int:
     """Bytes of residuals and pending, without params, inputs and y."""
-    ledger = Ledger(slot.inputs.trees, slot.dy.trees, [t for _, t in slot.y.leaves])
-    ledger.keep("residuals", slot.residuals)
-    ledger.keep("pending", slot.pending)
+    (y, residuals), (_, pending) = slot.results["fwd"], slot.results["dgrad"]
+    ledger = Ledger(slot.inputs["fwd"].trees, slot.inputs["dgrad"].trees, y)
+    ledger.keep("residuals", residuals)
+    ledger.keep("pending", pending)
     return ledger.nbytes
 
 

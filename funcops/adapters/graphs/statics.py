@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from funcops.adapters.graphs.lease import Lease
 from funcops.distributed.async_collectives import InFlight
-from funcops.engine.contract.marks import Versions
 from funcops.engine.contract.schema import Saved
 from funcops.engine.errors import CaptureError, GradModeError, describe, differing, fail, few
 from funcops.engine.trees import flatten, leaves, paths, structure, tensors, tree_map, with_leaves
@@ -25,13 +26,60 @@ class StaticInput(NamedTuple):
     path: str
     policy: str
     static: Any
-    address: int
     strides: tuple[int, ...] = ()
     own: Any = None  # the caller's tensor, if the graph reads its memory
 
-    def check(self, where: str, given: Any) -> None:
-        """Raise unless `given` fits this input."""
-        name, want = f"input {self.path}", self.static
+
+def other_structure(where: str, name: str, captured: Any, given: Any) -> NoReturn:
+    """Raise for arguments of another structure, naming the paths that are missing or extra."""
+    wanted, got = paths(captured), paths(given)
+    if wanted.keys() != got.keys():
+        fail(where, name, f"as captured, {few(wanted)}", differing(got, wanted))
+    fail(where, name, f"of the captured structure {structure(captured)}", structure(given))
+
+
+class Inputs:
+    """The arguments of a captured function. `trees` are the arguments of its calls: its own buffer for `copy`, else the caller's
+    tensor. `differentiable`: whether autograd drives the graph, so that a leaf must require grad as the example does, and no leaf
+    may otherwise."""
+
+    def __init__(
+        self, where: str, examples: tuple[Any, ...], policies: str | Mapping[str, str], differentiable: bool = False
+    ) -> None:
+        refuse_in_flight(where, "input", examples)
+        self.where, self.structure, self.differentiable = where, structure(examples), differentiable
+        if not differentiable:
+            self._refuse_grad(leaves(examples))
+        self._nodes = self._check_fresh(examples)
+        chosen = policies_of(where, examples, policies)
+        self.leaves = [_leaf(path, chosen[path], value, differentiable) for path, value in paths(examples).items()]
+        self.trees: tuple[Any, ...] = with_leaves(examples, [leaf.static for leaf in self.leaves])
+        self.lease = Lease().hold([leaf.static for leaf in self.leaves])
+        self._copied = [i for i, leaf in enumerate(self.leaves) if leaf.policy == "copy" and isinstance(leaf.static, Tensor)]
+
+    def take(self, given: tuple[Any, ...]) -> list[Any]:
+        """Check every leaf, then copy the leaves of policy `copy`. Returns the given leaves. Raises `ValueError` or `TypeError`."""
+        values = self.check(given)
+        with torch.no_grad():
+            self.copy(values)
+        return values
+
+    def check(self, given: tuple[Any, ...]) -> list[Any]:
+        """The given leaves. Raises as `take`."""
+        values, found = flatten(given)
+        if found != self.structure:
+            other_structure(self.where, "arguments" if self.differentiable else "inputs", self.trees, given)
+        if not self.differentiable:
+            self._refuse_grad(values)
+        if self._nodes:
+            self._check_fresh(given)
+        for i, (leaf, value, address) in enumerate(zip(self.leaves, values, self.lease.addresses, strict=True)):
+            if value is None or value is not leaf.own or value.data_ptr() != address:  # a pinned leaf mostly is the very tensor
+                self._check_leaf(i, leaf, value)
+        return values
+
+    def _check_leaf(self, i: int, leaf: StaticInput, given: Any) -> None:
+        where, name, want = self.where, f"input {leaf.path}", leaf.static
         if not isinstance(want, Tensor):
             same = repr(given) == repr(want) if type(want) in (float, complex) else given is want or given == want  # NaN, -0.0
             if type(given) is not type(want) or not same:
@@ -45,54 +93,20 @@ class StaticInput(NamedTuple):
             fail(where, name, describe(want), describe(given))
         if given.device != want.device:
             fail(where, name, f"on device {want.device}", given.device)
-        if given.stride() != self.strides:
-            fail(where, name, f"of strides {self.strides}", given.stride())
-        if self.policy != "copy" and given.data_ptr() != self.address:
-            fail(where, name, f"at its captured address ({self.policy})", "a tensor at another: write to it in place")
-        if self.policy != "copy" and (given.is_conj(), given.is_neg()) != (want.is_conj(), want.is_neg()):
-            fail(where, name, f"of the captured sign and conjugation ({self.policy})", "another view of its memory: resolve it")
+        if given.stride() != leaf.strides:
+            fail(where, name, f"of strides {leaf.strides}", given.stride())
+        if leaf.policy != "copy" and not self.lease.at(i, given):
+            fail(where, name, f"at its captured address ({leaf.policy})", "a tensor at another: write to it in place")
+        if leaf.policy != "copy" and (given.is_conj(), given.is_neg()) != (want.is_conj(), want.is_neg()):
+            fail(where, name, f"of the captured sign and conjugation ({leaf.policy})", "another view of its memory: resolve it")
+        if self.differentiable and given.requires_grad != want.requires_grad and torch.is_grad_enabled():
+            fail(where, name, f"a tensor with requires_grad={want.requires_grad}", given.requires_grad)
 
-
-def other_structure(where: str, name: str, captured: Any, given: Any) -> NoReturn:
-    """Raise for arguments of another structure, naming the paths that are missing or extra."""
-    wanted, got = paths(captured), paths(given)
-    if wanted.keys() != got.keys():
-        fail(where, name, f"as captured, {few(wanted)}", differing(got, wanted))
-    fail(where, name, f"of the captured structure {structure(captured)}", structure(given))
-
-
-class Inputs:
-    """The arguments of a captured function. `trees` are the arguments of its calls: its own buffer for `copy`, else the caller's
-    tensor."""
-
-    def __init__(self, where: str, examples: tuple[Any, ...], policies: str | Mapping[str, str]) -> None:
-        refuse_in_flight(where, "input", examples)
-        self.where, self.structure = where, structure(examples)
-        self._check_grad_mode(leaves(examples))
-        self._nodes = self._check_fresh(examples)
-        chosen = policies_of(where, examples, policies)
-        self.leaves = [_leaf(path, chosen[path], value) for path, value in paths(examples).items()]
-        self.trees: tuple[Any, ...] = with_leaves(examples, [leaf.static for leaf in self.leaves])
-        self._copied = [i for i, leaf in enumerate(self.leaves) if leaf.policy == "copy" and isinstance(leaf.static, Tensor)]
-        self._versions = Versions.of([leaf.static for leaf in self.leaves])
-
-    def take(self, given: tuple[Any, ...]) -> list[Any]:
-        """Check every leaf, then copy the leaves of policy `copy`. Returns the given leaves. Raises `ValueError` or `TypeError`."""
-        values, found = flatten(given)
-        if found != self.structure:
-            other_structure(self.where, "inputs", self.trees, given)
-        self._check_grad_mode(values)
-        if self._nodes:
-            self._check_fresh(given)
-        for leaf, value in zip(self.leaves, values, strict=True):
-            if value is None or value is not leaf.own or value.data_ptr() != leaf.address:
-                leaf.check(self.where, value)
+    def copy(self, values: list[Any]) -> None:
+        """Copy the leaves of policy `copy` into the graph's buffers, out of grad mode."""
         for i in self._copied:
-            leaf, value = self.leaves[i], values[i]
-            if value.data_ptr() != leaf.address:
-                with torch.no_grad():
-                    leaf.static.copy_(value)
-        return values
+            if not self.lease.at(i, values[i]):
+                self.leaves[i].static.copy_(values[i])
 
     def _check_fresh(self, trees: Any) -> bool:
         """Raise if the residuals or pendings in `trees` were written to, as a copy does not know. Returns whether there are any."""
@@ -102,7 +116,7 @@ class Inputs:
                 node.complain(self.where)
         return bool(nodes)
 
-    def _check_grad_mode(self, values: list[Any]) -> None:
+    def _refuse_grad(self, values: list[Any]) -> None:
         """Raise if the caller could expect gradients, which a graph does not give to autograd."""
         if torch.is_grad_enabled() and any([isinstance(value, Tensor) and value.requires_grad for value in values]):
             raise GradModeError(
@@ -116,7 +130,7 @@ class Inputs:
 
     def check_unwritten(self) -> None:
         """Raise `CaptureError` if the function wrote to an input that was not donated."""
-        written = set(map(id, self._versions.written()))
+        written = set(map(id, self.lease.written()))
         for leaf in self.leaves:
             if id(leaf.static) in written and leaf.policy != "donated":
                 raise CaptureError(
@@ -138,16 +152,18 @@ def refuse_in_flight(where: str, what: str, tree: Any) -> None:
             fail(where, f"{what} {path}", "finished", f"an InFlight ({node.what})", TypeError)
 
 
-def _leaf(path: str, policy: str, value: Any) -> StaticInput:
+def _leaf(path: str, policy: str, value: Any, differentiable: bool) -> StaticInput:
     if not isinstance(value, Tensor):
-        return StaticInput(path, policy, value, 0)
+        return StaticInput(path, policy, value)
     static = value.detach()
     with torch.inference_mode(False):  # tensors of inference mode do not count the function's writes
         if policy == "copy":
             static = static.clone()  # with the same strides, unless elements overlap
         elif static.is_inference():
             static = static.new_empty(0).set_(static.untyped_storage(), static.storage_offset(), static.shape, static.stride())
-    return StaticInput(path, policy, static, static.data_ptr(), value.stride(), None if policy == "copy" else value)
+    if differentiable:
+        static.requires_grad_(value.requires_grad)
+    return StaticInput(path, policy, static, value.stride(), None if policy == "copy" else value)
 
 
 def policies_of(where: str, examples: Any, policies: str | Mapping[str, str]) -> dict[str, str]:
@@ -182,12 +198,13 @@ class Part:
         self.hooks = [getattr(module, name) for name in HOOKS if path]  # a call of the captured module runs its own
         self.held: list[Any] = [one for each in self.own for one in each.values()]
         self.tensors, self.ids = tensors(self.held), list(map(id, self.held))
-        self.addresses, self.frozen = [t.data_ptr() for t in self.tensors], [t for t in self.tensors if not t.requires_grad]
+        self.lease = Lease().hold(self.tensors)
+        self.frozen = [t for t in self.tensors if not t.requires_grad]
 
     def check(self, where: str) -> None:
         """Raise if the module now has anything that a replay would not see."""
         same = [id(one) for each in self.own for one in each.values()] == self.ids
-        if not same or [t.data_ptr() for t in self.tensors] != self.addresses:
+        if not same or not all([self.lease.at(i, t) for i, t in enumerate(self.tensors)]):
             said = "its captured submodules, parameters and buffers, where they were, got others: write to tensors in place"
         elif self.frozen and any([t.requires_grad for t in self.frozen]) and torch.is_grad_enabled():
             said = "no parameter trained that was frozen, got one"
@@ -198,34 +215,16 @@ class Part:
         raise ValueError(f"{where}: module {self.path!r} must have {said}, or capture again")
 
 
-class Snapshot:
-    """Copies of tensors that warm-up and capture will write to, to restore them."""
-
-    def __init__(self, of: list[Tensor]) -> None:
-        self.pairs = [(t, t.clone()) for t in of]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for t, copy in self.pairs:
-            t.copy_(copy)
-
-
-class Written:
-    """The tensors among `among` that a capture writes to. Torch does not see a replay's writes, so `count` counts them."""
-
-    def __init__(self, among: Iterable[Tensor]) -> None:
-        self._before = Versions.of(list(among))
-        self.tensors: list[Tensor] = []
-
-    def note(self) -> None:
-        """Find the written tensors, after the capture."""
-        self.tensors = self._before.written()
-        self._before = Versions.of(())
-
-    def count(self) -> None:
-        """Count the writes of a replay."""
-        if self.tensors:
-            torch.autograd.graph.increment_version(self.tensors)
+@contextlib.contextmanager
+def restored(written: list[Tensor]) -> Iterator[None]:
+    """Give tensors that warm-up and capture will write to their values back."""
+    before = [t.clone() for t in written]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, copy in zip(written, before, strict=True):
+                t.copy_(copy)
 
 
 def clones(tree: Any) -> Any:

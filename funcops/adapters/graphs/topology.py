@@ -72,7 +72,7 @@ class GraphData(NamedTuple):
 
 
 def graph_data(captured: Any) -> GraphData:
-    """The topology of what `graphed` captured (the graph of its first slot), or of a torch `CUDAGraph`.
+    """The topology of what `graphed` captured (the first graph of its first slot), or of a torch `CUDAGraph`.
 
     Steps have paths if the capture ran in `named_steps()` (on a device: torch 2.15 and a driver that annotates graphs). On a device
     the graph must be captured with `keep_graph=True`, and torch must know `get_graph_data`. Raises what torch
@@ -89,7 +89,7 @@ def graph_data(captured: Any) -> GraphData:
     >>> list(dict.fromkeys(node.path for node in graph_data(step).nodes))
     ['up', 'cap']
     """
-    found = captured._slots[0].captured if hasattr(captured, "_slots") else captured
+    found = next(iter(captured._slots[0].graphs.values())) if hasattr(captured, "_slots") else captured
     if hasattr(found, "data"):
         return found.data()  # type: ignore[no-any-return]
     if not hasattr(found, "get_graph_data"):
