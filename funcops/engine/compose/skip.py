@@ -73,18 +73,14 @@ def _lower(
 ) -> Parts:
     """A fork, the body, and the sum. Backward the body's gradient is added to dy."""
     # a skip has no flag of its own: its fork and its sum may be fused where the body may
-    wanted, fuse = _wants_main(needs, cfg), cfg.cfg.fuse
+    fuse, mask = cfg.cfg.fuse, needs.x
+    wanted = mask is True or bool(sub_mask(mask, "main") if cfg.extras else mask)
     split = rows.call(fork, ForkConfig(), None, Needs(x=wanted, params=False), main, gives=1, fuse=fuse, path=place.path)
     branch, outputs, back = rows.body(cfg.op, cfg.cfg, place, needs, split.out, extras, recomputed_by, fuse=fuse)
     # dy goes into the body for its params, too, even if x needs no gradient
     asked = Needs(x=("0",) * needs.any + ("1",) * wanted, params=False)
     total = rows.call(add_op, AddConfig(), None, asked, branch, split.gives, fuse=fuse, path=place.path)
     return total.out, outputs, [total, *back, split]
-
-
-def _wants_main(needs: Needs, cfg: SkipConfig) -> bool:
-    mask = needs.x
-    return mask is True or bool(sub_mask(mask, "main") if cfg.extras else mask)
 
 
 @init_of(SkipConfig)

@@ -185,8 +185,10 @@ def _fwd(where: str, call: Any, params: Any, x: Any, cfg: Any, *, needs: Any) ->
 def _backward(kind: str, where: str, call: Any, kept: Any, *args: Any, **options: Any) -> Any:
     node = kept._node if type(kept) is Donated else kept
     noted, dy = getattr(node, "_noted", None), None if kind == "wgrad" else args[0]
-    if noted is not None and dy is not None:
-        _as_y(where, dy, noted.y)
+    if noted is not None and dy is not None and same_structure(dy, noted.y):
+        for (path, d), form in zip(paths(dy).items(), leaves(noted.y), strict=True):
+            if isinstance(d, Tensor) and describe(d) != form:
+                fail(where, join_path("dy", path), f"{form}, like y", describe(d))
     try:
         # a backward may write over residuals that it was given for good
         before = Versions.of({"dy": dy} if type(kept) is Donated else {"dy": dy, "kept": kept})
@@ -215,13 +217,6 @@ def _left(where: str, before: Versions, what: str, by: str) -> None:
     """Raise if the op wrote to an argument."""
     hint = "The op writes to its argument: let it write to a tensor of its own"
     before.check(where, what, by=f"caller of the {by}", hint=hint, error=RuntimeError)
-
-
-def _as_y(where: str, dy: Any, forms: Any) -> None:
-    if same_structure(dy, forms):
-        for (path, d), form in zip(paths(dy).items(), leaves(forms), strict=True):
-            if isinstance(d, Tensor) and describe(d) != form:
-                fail(where, join_path("dy", path), f"{form}, like y", describe(d))
 
 
 def _mirrors(where: str, what: str, tree: Any, forms: Any) -> None:

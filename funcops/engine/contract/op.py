@@ -105,14 +105,11 @@ def page(op: Any) -> str:
         lines += ["    " + line for line in about.splitlines()]
     lines.append("")
     for part in FUNCTIONS:
-        lines += _function(f"{op.name}.{part}", getattr(op, part))
+        function = getattr(op, part)
+        about = (inspect.getdoc(function) or "").partition("\n\n")[0]
+        lines += [_call(f"{op.name}.{part}", function), *("    " + line for line in about.splitlines()), ""]
     lines += [f"Gradients in one call: funcops.vjp({op.name}, params, x, cfg) and funcops.value_and_grad({op.name}).", ""]
     return "\n".join(lines)
-
-
-def _function(name: str, function: Any) -> list[str]:
-    about = (inspect.getdoc(function) or "").partition("\n\n")[0]
-    return [_call(name, function), *("    " + line for line in about.splitlines()), ""]
 
 
 def _call(name: str, function: Any) -> str:

@@ -34,7 +34,10 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
     several = isinstance(dy, (tuple, WithExtras))
     parts = _given(dy)
     if several:
-        _check_kinds(where, parts)
+        first = next(iter(tensors(parts)), None)
+        for path, t in paths(parts).items():
+            if t is not None:
+                check(where, f"dy.{path}", t, (...,), FLOATS, first)
     want, have = _shapes(op, cfg), paths(into)
     if want.keys() != have.keys():
         found = paths(into, is_leaf=stands_for_one)  # of a node beside whose value are amaxes, these are for their op to check
@@ -84,14 +87,6 @@ def _given(dy: Any) -> Any:
         return dy
     extras = {name: part for name, part in dy.extras.items() if part is not None}
     return WithExtras(dy.main, extras) if extras else {"main": dy.main}
-
-
-def _check_kinds(where: str, dy: Any) -> None:
-    """Raise if a part of dy is nothing that an op takes for a gradient."""
-    given = tensors(dy)
-    for path, t in paths(dy).items():
-        if t is not None:
-            check(where, f"dy.{path}", t, (...,), FLOATS, given[0] if given else None)
 
 
 def _check_all(op: Op, cfg: Any, node: Any, dy: Any, kept: list[Tensor]) -> None:

@@ -127,16 +127,13 @@ def to_form(t: Any, action: Action) -> Any:
         if found.layout == layout:
             return found.form
         # both fill the same range of the storage, so one is a view of the other's elements
-        if found.layout.dense and layout.dense and _same_elements(found.layout, layout):
+        same = found.layout.offset == layout.offset and torch.Size(found.layout.shape).numel() == t.numel()
+        if same and found.layout.dense and layout.dense:
             form = found.form
             return dataclasses.replace(form, shape=t.shape, view=(found.layout, layout))
     form = _packed(t, action)
     known[key] = _Known(weakref.ref(storage), version(t), layout, form)
     return form
-
-
-def _same_elements(a: Layout, b: Layout) -> bool:
-    return a.offset == b.offset and torch.Size(a.shape).numel() == torch.Size(b.shape).numel()
 
 
 def _packed(t: Tensor, action: Action) -> Packed:
