@@ -62,6 +62,8 @@ def test_doctests(name, monkeypatch):
     monkeypatch.setattr(linecache, "checkcache", lambda *_: None)  # for each docstring it looks at every file that was ever shown
     module, runner = importlib.import_module(name), doctest.DocTestRunner()
     for session in doctest.DocTestFinder().find(module, name, globs={"__name__": "__main__"}):
+        if session.name.endswith(".__doc__"):
+            continue  # a class whose instances have texts of their own: found once as the class already
         torch.manual_seed(0)
         runner.run(session)
     assert runner.failures == 0
