@@ -18,7 +18,7 @@ NAME_wgrad (also NAME.config, NAME.init, NAME.fwd and so on; help(NAME) shows it
     mixtures         route, permute, grouped_linear, grouped_qlinear, experts, unpermute
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel, interleave; Step, WithExtras
-Ops of ops           Op, remat, with_policy, op_from_torch (TorchConfig); walk, rewrite (Part)
+Ops of ops           Op, remat, with_policy, op_from_torch, op_from_module (TorchConfig); walk, rewrite (Part)
 Requested gradients  Needs
 Residuals            report, diff, quantization_report, donate, pack, unpack, Ledger,
                      checking
@@ -154,6 +154,7 @@ if _TYPE_CHECKING:  # extensions, which are imported at their first use
     from funcops.adapters.autograd import differentiable as differentiable
     from funcops.adapters.autograd.delayed import delayed_wgrad as delayed_wgrad
     from funcops.adapters.from_function import TorchConfig as TorchConfig
+    from funcops.adapters.from_function import op_from_module as op_from_module
     from funcops.adapters.from_function import op_from_torch as op_from_torch
     from funcops.adapters.profiler import Profile as Profile
     from funcops.adapters.profiler import profile as profile
@@ -188,6 +189,7 @@ _LATER = {  # names of extensions, and where they are
     "delayed_wgrad": "adapters.autograd.delayed",
     "differentiable": "adapters.autograd",
     "fit": "memory.fit",
+    "op_from_module": "adapters.from_function",
     "op_from_torch": "adapters.from_function",
     "profile": "adapters.profiler",
     "quantization_report": "low_precision.report",

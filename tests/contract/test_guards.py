@@ -192,22 +192,22 @@ def nested_back(given_away):
         assert any(bool(t.any()) for t in trees.tensors(into)) is not given_away
 
 
-def sine(params, x, cfg):
-    return torch.sin(x) * x
+def weighed(params, x, cfg):
+    return torch.softmax(x, -1) * x
 
 
 def noted(owner):
-    op_from_torch(sine).fwd(None, X, TorchConfig())  # the first op that makes notes turns them on
+    op_from_torch(weighed).fwd(None, X, TorchConfig())  # the first op that makes notes turns them on
     with first_run() as notes:
         note("a", dict)
     with second_run(notes):
         note(owner, dict)
 
 
-def sine_back(kept):
-    made = op_from_torch(sine)
+def weighed_back(kept):
+    made = op_from_torch(weighed)
     y, residuals = made.fwd(None, X, TorchConfig())
-    residuals.kept["sin"] = kept
+    residuals.kept["_softmax"] = kept
     made.dgrad(residuals, y, TorchConfig())
 
 
@@ -552,11 +552,11 @@ GUARDS = {
         "expert_steps_fwd: params must be ExpertsParams, got dict",
     ),
     "what a function of torch kept": (
-        sine_back,
+        weighed_back,
         X,
         ROW,
         ValueError,
-        "sine_dgrad: residuals.kept.sin must be float32[3, 4], got float32[4]",
+        "weighed_dgrad: residuals.kept._softmax must be float32[3, 4], got float32[4]",
     ),
     "a module's x": (
         given_tangent,

@@ -161,6 +161,7 @@ OWN = {  # by "module.name", or "name" of funcops itself
         },
         {"pendings": ([], [3])},
     ),
+    "op_from_module": Row(lambda: {"module": torch.nn.Linear(4, 4), "example": torch.ones(2, 4), "output": torch.neg}),
     "op_from_torch": Row(
         lambda: {"fn": doubled, "name": "mine", "config": funcops.TorchConfig, "init": lambda cfg, **k: None},
         {"config": (CFG,)},

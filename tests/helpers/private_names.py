@@ -83,6 +83,11 @@ _under("torch.ops.aten._scaled_dot_product_flash_attention_", "backward for_cpu 
 _under("torch.ops.aten.", "_softmax_backward_data", "the backward that torch.softmax itself runs; tested against the formula")
 _under("torch.ops.", "_c10d_functional", C10D)
 _under("torch.distributed.", "_functional_collectives distributed_c10d._resolve_process_group", C10D)
+_under(
+    "torch._C.",
+    "_nn",
+    "the home of torch.nn.functional's native functions, which cost less than those; each is compared with its operator",
+)
 _under("torch._C.", "_is_any_autocast_enabled _len_torch_dispatch_stack _get_dispatch_stack_at _get_tracing_state", HOST)
 _under("torch._C.", "_functorch.maybe_current_level _nn.silu _cuda_getCurrentRawStream", HOST)
 _under("torch._C._functorch.", "is_batchedtensor is_legacy_batchedtensor is_functorch_wrapped_tensor", FUNCTORCH)
@@ -137,7 +142,7 @@ _under("triton.runtime.", "interpreter", INTERPRETER)
 
 # Texts and attributes that only look so: ours on an object of torch's, the ends of names, what torch's index of a checkpoint is
 # pickled of, and fields of Hugging Face's configs.
-NOT_TORCH = set("._cast_of ._cfg ._in_step ._start ._values ._desc ._ptr ._name ._proj ._scale_inv ._softcapping".split())
+NOT_TORCH = set("._lifted_ ._cast_of ._cfg ._in_step ._start ._values ._desc ._ptr ._name ._proj ._scale_inv ._softcapping".split())
 NOT_TORCH |= set("._recompute ._name_or_path ._sliding_window_pattern ._experts_implementation ._attn_implementation".split())
 NOT_TORCH |= set("._attn_implementation_autoset ._load_in_4bit ._load_in_8bit".split())
 NOT_TORCH |= set("._into_tensor ._single ._out ._get_layout ._StorageInfo ._MEM_FORMAT_ENCODING ._local".split())

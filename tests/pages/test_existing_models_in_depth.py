@@ -17,6 +17,7 @@ from existing_models import (
     STRIDES,
     TRACERS,
     TWO_RANKS,
+    WHOLE,
     D,
     nodes,
 )
@@ -180,6 +181,20 @@ HELD = {  # by how each sentence of the page begins: what holds it
         f"{AGAIN}test_values_of_a_captured_tensor_are_no_constants",
     ),
     "Numbers that it draws": numbers_of_python_are_drawn_once_a_trace,
+    "`op_from_module(module, example)` traces": (f"{WHOLE}test_gradients_are_autograds_to_the_bit", BLOCKS),
+    "Gradients are autograd's": (
+        f"{WHOLE}test_gradients_are_autograds_to_the_bit",
+        f"{WHOLE}test_fewer_bytes_than_autograd",
+        f"{WHOLE}test_residuals_have_the_names_of_modules",
+    ),
+    "A module whose shapes": (
+        f"{WHOLE}test_what_cannot_be_traced_is_refused_before_anything_is_changed",
+        f"{WHOLE}test_wrong_arguments",
+    ),
+    "Every new shape, dtype": f"{WHOLE}test_other_shapes_and_modes_are_other_traces",
+    "What the forward writes": f"{WHOLE}test_buffers_as_values",
+    "A change of the module": f"{WHOLE}test_a_change_of_the_module_is_traced_anew",
+    "It draws random": f"{WHOLE}test_gradients_are_autograds_to_the_bit",
 }
 
 

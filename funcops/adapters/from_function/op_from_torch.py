@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.adapters.flatten import flatten, gradients, indexed_paths, unflatten
-from funcops.adapters.from_function.outside import names_of_tensors, read_outside, values_of
-from funcops.adapters.from_function.partition import Cutter, Graphs, Like, refuse_trained, resolved, trace
+from funcops.adapters.flatten import TensorIndex, flatten, gradients, indexed_paths, unflatten
+from funcops.adapters.from_function.calls import find_calls
+from funcops.adapters.from_function.cut import Cutter, Graphs
+from funcops.adapters.from_function.joint import Joint, Like, refuse_trained, resolved, trace
+from funcops.adapters.from_function.outside import OfFunction, OfModule
 from funcops.engine.contract import rerun
 from funcops.engine.contract.accumulators import accumulate
 from funcops.engine.contract.configs import OpConfig, require_config
@@ -84,11 +86,12 @@ class Traced:
     params: int  # leaves of params
     leaves: tuple[tuple[Like, int], ...]  # their layouts and storage offsets
     cutter: Cutter
+    fixed: frozenset[int]  # leaves whose gradients nobody asks for
     cuts: dict[Any, Traced] = dataclasses.field(default_factory=dict)
 
     def asking(self, needs: Needs) -> Traced:
         """The same trace, which has the gradients of all leaves, cut for fewer of them."""
-        asked = _asked(self.params_shape, self.x_shape, [like for like, _ in self.leaves], self.params, needs)
+        asked = _asked(self.params_shape, self.x_shape, [like for like, _ in self.leaves], self.params, needs, self.fixed)
         if asked not in self.cuts:
             self.cuts[asked] = dataclasses.replace(self, graphs=self.cutter.graphs(asked), asked=asked)
         return self.cuts[asked]
@@ -142,46 +145,61 @@ def op_from_torch(
     require_type("op_from_torch", "config", config, type)
     if init is not None:
         require_callable("op_from_torch", init=init)
-    own = _Function(str(name or getattr(fn, "__name__", type(fn).__name__)), fn, config, init)
-
-    def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-        return own.forward(params, x, cfg, needs)
-
-    def backward(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
-        return own.backward(residuals, dy)
-
-    backward.__name__ = f"{own.label}_dgrad"
-    dgrad = dgrad_of(TorchResiduals)(backward)
-
-    def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
-        return own.weights(pending, cfg, into)
-
-    def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
-        dx, waiting = dgrad(residuals, dy, cfg)
-        return wgrad(donate(waiting), cfg, into=into), dx
-
-    def no_params(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
-        return None
-
-    rerun.used = True  # from here on a compiler traces what takes notes
-    fwd.any_tree = True  # type: ignore[attr-defined]
-    made = make_op(own.label, config, init=init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
-    return made._replace(pending=TorchPending, draws=own.draws)
+    return Function(str(name or getattr(fn, "__name__", type(fn).__name__)), fn, config, init, OfFunction(fn)).op()
 
 
 _one_at_a_time = threading.RLock()  # torch says by a flag of the whole process that it traces: threads would leave it set
 
 
-class _Function:
+class Function:
     """The state that the functions of one op share: its traces, keyed by all that they depend on."""
 
-    def __init__(self, label: str, fn: Callable[..., Any], config: type, init: Callable[..., Any] | None) -> None:
-        self.label, self.fn, self.config, self.init = label, fn, config, init
-        self.outside = list(read_outside(fn, set()))
+    def __init__(
+        self, label: str, fn: Callable[..., Any], config: type, init: Callable[..., Any] | None, outside: OfFunction | OfModule
+    ) -> None:
+        self.label, self.fn, self.config, self.init, self.outside = label, fn, config, init, outside
         self.memo: tuple[Any, dict[Any, Traced]] = (), {}  # the values outside, and the traces that hold for them
 
     def __repr__(self) -> str:
         return self.label
+
+    def op(self) -> Op:
+        def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+            return self.forward(params, x, cfg, needs)
+
+        def backward(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
+            return self.backward(residuals, dy)
+
+        backward.__name__ = f"{self.label}_dgrad"
+        dgrad = dgrad_of(TorchResiduals)(backward)
+
+        def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
+            return self.weights(pending, cfg, into)
+
+        def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
+            dx, waiting = dgrad(residuals, dy, cfg)
+            return wgrad(donate(waiting), cfg, into=into), dx
+
+        def no_params(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
+            return None
+
+        rerun.used = True  # from here on a compiler traces what takes notes
+        fwd.any_tree = True  # type: ignore[attr-defined]
+        made = make_op(self.label, self.config, init=self.init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
+        return made._replace(pending=TorchPending, draws=self.draws)
+
+    def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
+        return trace(f"{self.label}_fwd", run, leaves, asked)
+
+    def fixed(self, params_shape: Any, x_shape: Any) -> frozenset[int]:
+        """The leaves whose gradients nobody asks for."""
+        return frozenset()
+
+    def names(self, params_shape: Any, x_shape: Any, count: int) -> list[str]:
+        """The names of the leaves among residuals."""
+        return [f"input.{i}" for i in range(count)]
+
+    held = False  # whether the caller keeps x anyway
 
     def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor]]:
         """The trace for these trees, and their leaves."""
@@ -189,7 +207,8 @@ class _Function:
         params_shape = flatten(params, leaves)
         count = len(leaves)
         x_shape = flatten(x, leaves)
-        _check_leaves(f"{self.label}_fwd", params, x)
+        if not {*map(type, leaves)} <= _USUAL or not all([t.layout is torch.strided for t in leaves]):
+            _check_leaves(f"{self.label}_fwd", params, x)
         flat = [resolved(t) for t in leaves]
         noted = note(self, lambda: self._noted(params_shape, x_shape, cfg, flat, count))
         if noted is None:
@@ -206,20 +225,49 @@ class _Function:
         return Noted(own)
 
     def _found(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int, needs: Needs) -> Traced:
-        values, memo = values_of(self.outside), self.memo
+        values, memo = self.outside.values(), self.memo
         if values != memo[0]:  # an annealed number would leave a trace for each value
             memo = self.memo = values, {}
         # The reprs distinguish 1, 1.0 and True, and 0.0 and -0.0, which are equal but may give different traces.
-        key: Any = (cfg, repr(cfg), needs, count, repr((params_shape, x_shape)), tuple(map(Like.of, flat)), *_defaults())
+        mode = (self.outside.mode(), *_defaults())
+        shapes = _named(params_shape), repr(x_shape)
+        key: Any = (cfg, repr(cfg), needs, count, shapes, tuple(map(Like.of, flat)), *mode)
         found = memo[1].get(key)
         if found is not None and found.graphs.placed:
             key = *key, tuple([t.storage_offset() for t in flat])
             found = memo[1].get(key)
         if found is None:
             with _one_at_a_time:
-                known = names_of_tensors(self.outside)
-                found = memo[1][key] = _trace(self.label, self.fn, cfg, needs, params_shape, x_shape, flat, count, known)
+                found = memo[1][key] = self._trace(cfg, needs, params_shape, x_shape, flat, count)
         return found
+
+    def _trace(self, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any, leaves: list[Tensor], count: int) -> Traced:
+        where, shape, likes = f"{self.label}_fwd", list[Any](), [Like.of(t) for t in leaves]
+        # other leaves than tensors are part of the key, so they are looked at once
+        _check_leaves(where, unflatten(params_shape, leaves), unflatten(x_shape, leaves))
+        fixed = self.fixed(params_shape, x_shape)
+        asked = _asked(params_shape, x_shape, likes, count, needs, fixed)
+
+        def run(flat: Any) -> Any:
+            found: list[Tensor] = []
+            y = self.fn(unflatten(params_shape, flat), unflatten(x_shape, flat), cfg)
+            for path, value in paths(y).items():
+                if not isinstance(value, Tensor):
+                    fail(where, join_path("y", path), "a tensor", describe(value), TypeError)
+            shape[:] = [flatten(y, found)]
+            return found
+
+        with torch.enable_grad():
+            joint = self.joint(run, leaves, asked)
+        # a param at the root belongs to itself, any other to the part of the tree that holds it
+        owners = [path.rpartition(".")[0] or path for _, path in indexed_paths(params_shape, "")]
+        names = self.names(params_shape, x_shape, len(leaves))
+        cutter = Cutter(where, joint.graph, names, joint.outputs, asked, owners, self.outside.names(), self.held)
+        if self.held:
+            with torch.random.fork_rng():
+                find_calls(cutter.root, [*map(torch.clone, leaves), *[like.ones() for like in joint.outputs]])
+        layouts = tuple([(like, int(t.storage_offset())) for like, t in zip(likes, leaves, strict=True)])
+        return Traced(cutter.graphs(asked), params_shape, x_shape, shape[0], asked, count, layouts, cutter, fixed)
 
     def draws(self, cfg: Any) -> str:
         """See `Op.draws`."""
@@ -237,12 +285,10 @@ class _Function:
             check_needs(label, needs, params, x)
         own, leaves = self.traced(params, x, cfg, needs)
         refuse_trained(label, own.graphs.captured.values())
-        found, count = own.graphs.forward(*map(resolved, leaves)), len(own.graphs.outputs)
+        found, count = own.graphs.forward.forward(*map(resolved, leaves)), len(own.graphs.outputs)
         values, captured = iter(found[count:]), own.graphs.captured
-        kept = {
-            n: leaves[int(n[6:])] if n.startswith("input.") else captured[n] if n in captured else next(values)
-            for n in own.graphs.kept
-        }
+        given = own.graphs.leaves
+        kept = {n: leaves[given[n]] if n in given else captured[n] if n in captured else next(values) for n in own.graphs.kept}
         node: Any = TorchResiduals
         return unflatten(own.y_shape, found[:count]), node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
 
@@ -253,15 +299,16 @@ class _Function:
             if d is not None:
                 check(label, join_path("dy", i if len(outputs) > 1 else None), d, like.shape, like.dtype)
         dys = [like.zeros() if d is None else like.laid_out("", "", d) for d, like in zip(values, outputs, strict=True)]
-        kept = {n: like.laid_out(label, f"residuals.kept.{n}", residuals.kept[n]) for n, like in own.graphs.kept.items()}
-        found = own.graphs.dgrad(*kept.values(), *dys)
+        kept = _laid_out(label, "residuals.kept", own.graphs.kept, residuals.kept)
+        found = own.graphs.dgrad.forward(*kept.values(), *dys)
         count = sum(own.asked[own.params :])
         dx = unflatten(own.x_shape, own.spread(found[:count], own.params, len(own.asked)))
         if not residuals.needs.params:
             return dx, None
         middle, waiting = iter(found[count:]), {}
         for n in own.graphs.waiting:
-            waiting[n] = residuals.kept[n] if n in kept else dys[int(n[3:])] if n.startswith("dy.") else next(middle)
+            dy = own.graphs.dys.get(n)
+            waiting[n] = residuals.kept[n] if n in kept else next(middle) if dy is None else dys[dy]
         node: Any = TorchPending
         return dx, node.keep(residuals.cfg, residuals.needs, kept=waiting, traced=own)
 
@@ -273,12 +320,22 @@ class _Function:
             refuse_autocast(label, pending)
         node = open_node(label, pending, TorchPending, cfg)
         own: Traced = node.traced
-        waiting = [like.laid_out(label, f"pending.kept.{n}", node.kept[n]) for n, like in own.graphs.waiting.items()]
-        found = own.graphs.wgrad(*waiting)
+        waiting = _laid_out(label, "pending.kept", own.graphs.waiting, node.kept)
+        found = own.graphs.wgrad.forward(*waiting.values())
         dparams = unflatten(own.params_shape, own.spread(found, 0, own.params))
-        if node is pending and into is None:
+        if own.graphs.passes and node is pending and into is None:
             dparams = _unshared(dparams, node.kept)
         return accumulate(label, dparams, into)
+
+
+_USUAL = {Tensor, torch.nn.Parameter}
+
+
+def _named(shape: Any) -> Any:
+    """A text of a shape, or, for a dict of tensors such as a module's parameters, its names in order: quicker to compare."""
+    if type(shape) is dict and {*map(type, shape.values())} == {TensorIndex}:
+        return tuple(shape)
+    return repr(shape)
 
 
 def _defaults() -> tuple[Any, ...]:
@@ -294,49 +351,26 @@ def _check_leaves(where: str, params: Any, x: Any) -> None:
             fail(where, path, "a tensor", describe(t), TypeError)
 
 
+def _laid_out(where: str, what: str, likes: dict[str, Like], values: dict[str, Any]) -> dict[str, Tensor]:
+    """The values in the layouts for which a graph was traced."""
+    return {n: t if like.fits(t := values[n]) else like.laid_out(where, f"{what}.{n}", t) for n, like in likes.items()}
+
+
 def _unshared(dparams: Any, kept: Any) -> Any:
     """Copy the gradients that dgrad computed already and that a pending, which is not consumed, still holds."""
     held = {t.untyped_storage()._cdata for t in kept.values() if isinstance(t, Tensor)}
     return tree_map_tensors(lambda t: t.clone() if t.untyped_storage()._cdata in held else t, dparams)
 
 
-def _trace(
-    label: str,
-    fn: Any,
-    cfg: Any,
-    needs: Needs,
-    params_shape: Any,
-    x_shape: Any,
-    leaves: list[Tensor],
-    count: int,
-    known: dict[int, str],
-) -> Traced:
-    likes = [Like.of(t) for t in leaves]
-    asked = _asked(params_shape, x_shape, likes, count, needs)
-    shape: list[Any] = []
-
-    def run(flat: Any) -> Any:
-        found: list[Tensor] = []
-        y = fn(unflatten(params_shape, flat), unflatten(x_shape, flat), cfg)
-        for path, value in paths(y).items():
-            if not isinstance(value, Tensor):
-                fail(f"{label}_fwd", join_path("y", path), "a tensor", describe(value), TypeError)
-        shape[:] = [flatten(y, found)]
-        return found
-
-    with torch.enable_grad():
-        cutter = trace(f"{label}_fwd", run, leaves, asked, count, known)
-    layouts = tuple([(like, int(t.storage_offset())) for like, t in zip(likes, leaves, strict=True)])
-    return Traced(cutter.graphs(asked), params_shape, x_shape, shape[0], asked, count, layouts, cutter)
-
-
-def _asked(params_shape: Any, x_shape: Any, leaves: list[Like], count: int, needs: Needs) -> tuple[bool, ...]:
+def _asked(
+    params_shape: Any, x_shape: Any, leaves: list[Like], count: int, needs: Needs, fixed: frozenset[int]
+) -> tuple[bool, ...]:
     """Whether the gradient of each leaf is asked for; the first `count` are of params."""
     asked = []
     for shape, side in ((params_shape, needs.param), (x_shape, needs.input)):
         for i, path in indexed_paths(shape, ""):
             wanted = side(path) if path else bool(needs.params if i < count else needs.x)
-            asked.append(bool(wanted and (leaves[i].dtype.is_floating_point or leaves[i].dtype.is_complex)))
+            asked.append(bool(wanted and i not in fixed and (leaves[i].dtype.is_floating_point or leaves[i].dtype.is_complex)))
     return tuple(asked)
 
 

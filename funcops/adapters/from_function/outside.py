@@ -122,3 +122,95 @@ def _frozen(value: Any, around: frozenset[int] = frozenset()) -> Any:
 
 def _held(part: nn.Module) -> Iterator[Any]:
     return itertools.chain(part._parameters.values(), part._buffers.values(), part._modules.values())
+
+
+class OfFunction:
+    """All that a function reads beside its arguments."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.reads = list(read_outside(fn, set()))
+
+    def values(self) -> Any:
+        return values_of(self.reads)
+
+    def mode(self) -> Any:
+        """A part of the key of a trace: traces of several modes are kept side by side."""
+        return ()
+
+    def names(self) -> dict[int, str]:
+        return names_of_tensors(self.reads)
+
+
+class OfModule:
+    """All that a module's forward reads beside its arguments: its parts and their attributes, what the functions of its classes
+    read, and the attributes of objects that it holds, such as a model's config. The values of its parameters are arguments.
+
+    Every call asks, so the quick look compares nothing but identities, in one pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.number = module, 0
+        known: set[Any] = set()
+        classes = {type(part): None for part in module.modules()}
+        self.reads = [read for cls in classes for read in read_outside(cls.forward, known)]
+        self._look()
+
+    def values(self) -> int:
+        """A number that is another one after a change."""
+        if not self._same():
+            before = self.frozen
+            self._look()
+            self.number += self.frozen != before  # not after an equal number was assigned
+        return self.number
+
+    def mode(self) -> Any:
+        """The modes of all parts, and which parameters are trained; as of the last call of `values`."""
+        return tuple([part.training for part in self.parts]), tuple([p.requires_grad for p in self.params.values()])
+
+    def names(self) -> dict[int, str]:
+        return names_of_tensors(self.reads) | {id(b): name for name, b in self.module.named_buffers()}
+
+    def _same(self) -> bool:
+        live, values = self.live
+        if sum(map(len, live)) != len(values) or not all(map(operator.is_, itertools.chain.from_iterable(live), values)):
+            return False
+        if not all([read() is value for (_, read), value in zip(self.reads, self.read, strict=True)]):
+            return False
+        return all([one == before for one, before in self.sets])
+
+    def _look(self) -> None:
+        self.parts, self.params = list(self.module.modules()), dict(self.module.named_parameters())
+        self.read = [read() for _, read in self.reads]
+        own = [values for part in self.parts for values in (vars(part), part._parameters, part._buffers, part._modules)]
+        held = {id(one): one for part in self.parts for name, one in vars(part).items() if name not in _MEMBERS}
+        objects = [one for one in held.values() if hasattr(one, "__dict__") and not isinstance(one, (*_OPAQUE, *CONTAINERS))]
+        inside = _containers([*held.values(), *self.read, *map(vars, objects)])
+        self.sets = [(one, frozenset(one)) for one in inside if isinstance(one, set)]
+        live = [one.values() if isinstance(one, dict) else one for one in (*own, *inside) if not isinstance(one, set)]
+        self.live = live, tuple(itertools.chain.from_iterable(live))
+        # a parameter is an argument, so only its name counts; a part's mode is asked for apart
+        parts = [
+            ({n: _by_identity(one) for n, one in vars(part).items() if n not in _MEMBERS}, list(part._parameters))
+            for part in self.parts
+        ]
+        members = [list(map(Same, (*part._buffers.values(), *part._modules.values()))) for part in self.parts]
+        self.frozen = parts, members, [_frozen(vars(one)) for one in objects], list(map(_by_identity, self.read))
+
+
+def _containers(values: list[Any]) -> list[Any]:
+    """The containers among these values, and those inside them, each once."""
+    found: dict[int, Any] = {}
+    todo = [one for one in values if isinstance(one, CONTAINERS)]
+    while todo:
+        one = todo.pop()
+        if found.setdefault(id(one), one) is one:
+            inner = one.values() if isinstance(one, dict) else one
+            todo += [part for part in inner if isinstance(part, CONTAINERS) and id(part) not in found]
+    return list(found.values())
+
+
+_MEMBERS = ("training", "_parameters", "_buffers", "_modules")
+_OPAQUE = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
+
+
+def _by_identity(value: Any) -> Any:
+    return Same(value) if isinstance(value, nn.Module) else _frozen(value)

@@ -1,0 +1,62 @@
+"""The fastest call of each node of a traced graph: a function of torch costs the host less than the operator that a trace has."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from funcops.adapters.from_function.joint import of_schema
+
+_NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType)
+_HOMES = (torch, torch._C._nn, torch.Tensor)
+CALL = "call"  # in a node's meta
+
+
+def find_calls(traced: fx.GraphModule, given: Sequence[Tensor]) -> None:
+    """Run the graph once on `given`, and note for each node torch's own function of the same name, if it gave the same bits."""
+
+    class Run(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            found = super().run_node(node)
+            schema = of_schema(node)
+            if schema is None or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+                return found
+            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            for call in _candidates(str(schema.name).partition("::")[2]):
+                try:
+                    other = call(*args, **kwargs)
+                except (TypeError, RuntimeError, ValueError):  # it takes other arguments
+                    continue
+                if _same(found, other):
+                    node.meta[CALL] = call
+                    break
+            return found
+
+    with torch.no_grad():
+        Run(traced).run(*given)
+
+
+def _candidates(name: str) -> Iterator[Callable[..., Any]]:
+    for home in _HOMES:
+        call = getattr(home, name, None)
+        if isinstance(call, _NATIVE):  # a function in Python costs what it is to save
+            yield call
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two results are the same tensors, in bits and layout."""
+    first, second = tree_leaves(a), tree_leaves(b)
+    if len(first) != len(second) or not all(isinstance(one, Tensor) for one in (*first, *second)):
+        return False
+    return all([_alike(one, other) for one, other in zip(first, second, strict=True)])
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype is not b.dtype or a.stride() != b.stride() or a.storage_offset() != b.storage_offset():
+        return False
+    return torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -1,0 +1,362 @@
+"""The cut of a joint graph in forward, I and W, and what crosses.
+
+I is every node of the backward that reaches dx, or the gradients of two modules; W reaches one module's gradients alone. Residuals
+are a min cut over bytes between what the forward computes and what the backward reads, as some of it is cheap to compute again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import networkx
+import torch
+from torch import Tensor, fx
+
+from funcops.adapters.from_function.calls import CALL
+from funcops.adapters.from_function.joint import Like, is_view, of_schema, writes
+from funcops.engine.errors import fail, join_path
+
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
+_OWN = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # of a tensor that the function makes of numbers
+_OFF = {"p": 0, "dropout": 0, "dropout_p": 0, "train": False, "training": False}  # with such an argument nothing is drawn
+_FILLS = set(
+    "arange full zeros ones scalar_tensor full_like zeros_like ones_like new_zeros new_full new_ones empty empty_like".split()
+)
+# computed again where that saves bytes, beside views, fills and what torch tags as pointwise: one pass over memory each
+_CHEAP = _FILLS | set(
+    "_to_copy clone cat mean sum var_mean embedding select slice index amax stack constant_pad_nd native_layer_norm gather "
+    "_unsafe_view native_group_norm native_batch_norm cumsum tril triu repeat".split()
+)
+_T = torch.ops.aten.t.default
+X = None  # the owner of a gradient of x
+
+
+class Graphs(NamedTuple):
+    """The graphs, and the names of their inputs: leaves of the call, gradients of outputs, captured tensors, and nodes, whose
+    values the previous graph returns after its results."""
+
+    forward: fx.GraphModule
+    dgrad: fx.GraphModule
+    wgrad: fx.GraphModule
+    outputs: tuple[Like, ...]  # in the layout of their gradients
+    kept: dict[str, Like]
+    waiting: dict[str, Like]
+    leaves: dict[str, int]
+    dys: dict[str, int]
+    placed: bool  # whether they contain storage offsets, so that they only serve leaves at these offsets
+    captured: dict[str, Tensor]  # which the function reads beside its arguments; a backward gets those that it reads as kept ones
+    draws: str  # the first operator of the forward that draws random numbers, or ""
+    passes: bool  # whether wgrad may return what it was given
+
+
+def _name(node: fx.Node) -> str:
+    """The name of the node's operator, as in its schema; "" if it has none."""
+    schema = of_schema(node)
+    return "" if schema is None else str(schema.name).partition("::")[2]
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether the node draws from a generator of torch."""
+    schema = of_schema(node)
+    if schema is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
+        return False
+    given = dict(node.kwargs)
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        given[argument.name] = value
+    for argument in schema.arguments:
+        given.setdefault(argument.name, argument.default_value if argument.has_default_value() else None)
+    return all(given.get(name) is None or given[name] != off for name, off in _OFF.items())
+
+
+def _cheap(node: fx.Node) -> bool:
+    """Whether a backward may compute the node again."""
+    if node.op == "get_attr" or is_view(node):
+        return True
+    if node.target is operator.getitem:
+        return _cheap(node.args[0])  # type: ignore[arg-type]
+    schema = of_schema(node)
+    if schema is None or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+        return False
+    return _name(node) in _CHEAP or torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+
+
+def _of_batch(node: fx.Node) -> bool:
+    """Whether the node is a batch norm in training, which writes to its running statistics and does not read them."""
+    return _name(node) == "native_batch_norm" and bool(node.args[5])
+
+
+def _reads(node: fx.Node) -> list[fx.Node]:
+    """The nodes that another run of the node needs."""
+    if not _of_batch(node):
+        return node.all_input_nodes
+    return [n for n in node.args[:3] if isinstance(n, fx.Node)]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node of whose memory this one is a view."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+class Cutter:
+    """Assigns each node of a joint graph to the forward, dgrad or wgrad. `owners`: by the number of a leaf of params, the module or
+    part of the tree whose leaf it is. `held`: whether the caller keeps x anyway, as params and captured tensors."""
+
+    def __init__(
+        self,
+        where: str,
+        traced: fx.GraphModule,
+        leaves: Sequence[str],
+        outputs: tuple[Like, ...],
+        asked: Sequence[bool],
+        owners: Sequence[str],
+        known: dict[int, str],
+        held: bool = False,
+    ) -> None:
+        self.where, self.root, self.graph, self.outputs, self.owners = where, traced, traced.graph, outputs, owners
+        self.params, self.held = len(owners), held
+        self.captured = self._find_captured()
+        self._drop_aliases()
+        for node in self.graph.nodes:
+            if writes(node):
+                fail(where, "fn", "a function that torch can trace without writes", str(node.target))
+        self._take_masked_apart()
+        self._merge_views()
+        nodes = list(self.graph.nodes)
+        self.order = [n for n in nodes if n.op not in ("placeholder", "output")]
+        inputs = [n for n in nodes if n.op == "placeholder"]
+        self.dys = inputs[len(leaves) :]
+        self.names = dict(zip(inputs, [*leaves, *[f"dy.{i}" for i in range(len(self.dys))]], strict=True))
+        self.ys, grads = nodes[-1].args[0]
+        self.grads = dict(zip([i for i, ask in enumerate(asked) if ask], grads, strict=True))
+        self.leaves, self.inputs = inputs[: len(leaves)], {*inputs, *self.captured}
+        for i, (node, t) in enumerate(self.captured.items()):
+            name = f"captured.{known.get(id(t), i)}"  # two functions may call their variables the same
+            self.names[node] = join_path(name, i if name in self.names.values() else None)
+        self._name_nodes()
+
+    def graphs(self, asked: Sequence[bool]) -> Graphs:
+        """The graphs with the gradients of these leaves, which may be fewer than were traced."""
+        owned = {i: g for i, g in self.grads.items() if asked[i] and i < self.params}
+        dx, dparams = [g for i, g in self.grads.items() if asked[i] and i >= self.params], list(owned.values())
+        first = self._with_elements(self._ancestors(self.ys))
+        second, third = self._halves(self._ancestors([*dx, *dparams]) - first, dx, owned)
+        kept = self._kept(first, [n for n in self.order if n in second | third], [*dx, *dparams])
+        # what each half computes again of the forward
+        again = [self._again(first, kept, part, ends) for part, ends in ((second, dx), (third, dparams))]
+        second, third = second | again[0], third | again[1]
+        waiting = self._crossing(dparams, third)
+        read = {*self._crossing(dx, second), *waiting}
+        found = kept | self.captured.keys()
+        names = [n for n in self.leaves if n in read] + [n for n in self.order if n in read and n in found]
+        forward = self._part(first, self.leaves, [*self.ys, *[n for n in names if n not in self.inputs]])
+        middle = [n for n in waiting if n in second]
+        dgrad = self._part(second, [*names, *self.dys], [*dx, *middle])
+        wgrad = self._part(third, waiting, dparams)
+        placed = any("as_strided" in str(n.target) for n in self.order)
+        captured = {self.names[node]: t for node, t in self.captured.items()}
+        drawing = [n for n in self.order if _draws(n)]
+        draws = next((str(n.target) for n in drawing if n in first), "")
+        anew = {n.target for n in drawing if n in second | third} & {n.target for n in drawing if n in first}
+        if anew:
+            wanted = "a function whose backward draws nothing again (leave out torch.utils.checkpoint around what draws)"
+            fail(self.where, "fn", wanted, ", ".join(map(str, anew)))
+        passes = any(g is not None and _base(g) not in third for g in dparams)
+        return Graphs(
+            forward,
+            dgrad,
+            wgrad,
+            self.outputs,
+            self._named(names),
+            self._named(waiting),
+            {self.names[n]: i for i, n in enumerate(self.leaves)},
+            {self.names[n]: i for i, n in enumerate(self.dys)},
+            placed,
+            captured,
+            draws,
+            passes,
+        )
+
+    def _find_captured(self) -> dict[fx.Node, Tensor]:
+        """The nodes of tensors that the function reads beside its arguments, one for each, and the tensors."""
+        first: dict[int, fx.Node] = {}
+        found: dict[fx.Node, Tensor] = {}
+        for node in [node for node in self.graph.nodes if node.op == "get_attr"]:
+            t = getattr(self.root, node.target)
+            if not isinstance(t, Tensor) or all(user.target in _OWN for user in node.users):
+                continue
+            if first.setdefault(id(t), node) is node:
+                found[node] = t
+            else:
+                node.replace_all_uses_with(first[id(t)])
+                self.graph.erase_node(node)
+        return found
+
+    def _drop_aliases(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.target in _SAME:
+                node.replace_all_uses_with(node.args[0])
+                self.graph.erase_node(node)
+
+    def _take_masked_apart(self) -> None:
+        """Make two nodes of one that computes dx, dW and db, as its `output_mask` says which: the first stays for dx."""
+        for node in list(self.graph.nodes):
+            if _name(node) == "native_batch_norm_backward" and node.args[7]:
+                node.args = (*node.args[:3], None, None, *node.args[5:])  # in training it does not read the running statistics
+            schema = of_schema(node)
+            names = [] if schema is None else [argument.name for argument in schema.arguments]
+            at = names.index("output_mask") if "output_mask" in names else len(node.args)
+            mask: Any = node.args[at] if at < len(node.args) else ()
+            later = [user for user in node.users if user.target is operator.getitem and user.args[1] > 0]
+            if not later or len(mask) < 2 or not mask[0]:
+                continue
+            with self.graph.inserting_after(node):
+                twin = self.graph.node_copy(node)
+            twin.meta = dict(node.meta)
+            twin.args = (*twin.args[:at], [False, *mask[1:]], *twin.args[at + 1 :])
+            node.args = (*node.args[:at], [True] + [False] * (len(mask) - 1), *node.args[at + 1 :])
+            for user in later:
+                user.args = (twin, user.args[1])
+
+    def _merge_views(self) -> None:
+        """One node for the same view, or the same fill, of the same tensor; none for the transpose of a transpose."""
+        first: dict[Any, fx.Node] = {}
+        for node in list(self.graph.nodes):
+            before: Any = node.args[0] if node.args else None
+            if node.target is _T and isinstance(before, fx.Node) and before.target is _T:
+                node.replace_all_uses_with(before.args[0])  # type: ignore[arg-type]
+                self.graph.erase_node(node)
+            elif is_view(node) or (_name(node) in _FILLS and not node.all_input_nodes and not _name(node).startswith("empty")):
+                same = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
+                if same is not node:
+                    node.replace_all_uses_with(same)
+                    self.graph.erase_node(node)
+        self.graph.eliminate_dead_code()
+
+    def _name_nodes(self) -> None:
+        """Name the nodes by the modules in which they were computed, if that is known."""
+        taken = set(self.names.values())
+        for node in self.order:
+            base: Any = node.args[0] if node.target is operator.getitem else node
+            path = node.meta.get("custom", {}).get("input") or base.meta.get("custom", {}).get("path")
+            if path is None or node in self.names:
+                continue
+            if "input" not in node.meta.get("custom", {}):
+                path = join_path(path, f"{_name(base) or base.name}{node.args[1] if base is not node else ''}")
+            name, number = path, 2
+            while name in taken:
+                name, number = f"{path}.{number}", number + 1
+            taken.add(name)
+            self.names[node] = name
+
+    def _ancestors(self, ends: Iterable[Any]) -> set[fx.Node]:
+        """The nodes from which the ends are computed, without inputs."""
+        found: set[fx.Node] = set()
+        stack = [n for n in ends if n is not None]
+        while stack:
+            node = stack.pop()
+            if node in found or node in self.inputs:
+                continue
+            found.add(node)
+            stack += node.all_input_nodes
+        return found
+
+    def _with_elements(self, part: set[fx.Node]) -> set[fx.Node]:
+        """The part with every element of its tuples, so that tensors cross."""
+        for node in self.order:
+            if node.target is operator.getitem and node.args[0] in part:
+                part.add(node)
+        return part
+
+    def _halves(self, backward: set[fx.Node], dx: list[Any], dparams: dict[int, Any]) -> tuple[set[fx.Node], set[fx.Node]]:
+        """I and W."""
+        reach: dict[fx.Node, set[Any]] = {}
+        for owner, gradient in [*((X, g) for g in dx), *((self.owners[i], g) for i, g in dparams.items())]:
+            if gradient is not None:
+                reach.setdefault(gradient, set()).add(owner)
+        for node in reversed(self.order):
+            if node in backward:
+                for user in node.users:
+                    if user in backward:
+                        reach.setdefault(node, set()).update(list(reach.get(user, ()))[:3])  # three are as good as all
+        inner = {n for n in backward if X in reach.get(n, ()) or len(reach.get(n, ())) > 1}
+        # a gradient that only some of an element's tuple needs stays with the tuple
+        return self._with_elements(inner), backward - inner
+
+    def _kept(self, first: set[fx.Node], backward: list[fx.Node], ends: list[Any]) -> set[fx.Node]:
+        """The values of the forward that are residuals: a min cut over bytes."""
+        read = {n for node in backward for n in _reads(node)} | {n for n in ends if n is not None}
+        counted = {*first, *([] if self.held else self.leaves[self.params :])}
+        wanted = [n for n in read if n in counted]
+        graph = networkx.DiGraph()
+        reached, todo = set(), list(wanted)
+        while todo:  # only what a backward could need
+            node = todo.pop()
+            if node in reached or node not in counted:
+                continue
+            reached.add(node)
+            size = nbytes(node)
+            if size is not None and not (node in first and is_view(node)):
+                # of two equal ones, what a backward reads itself; and fewer tensors rather than more
+                graph.add_edge((node, 0), (node, 1), capacity=1000 * size + 500 - size * (node in read))
+            else:
+                graph.add_edge((node, 0), (node, 1))  # without a bound: a view is kept as its base, a tuple by its elements
+            if node in self.inputs or not _cheap(node):
+                graph.add_edge("forward", (node, 0))
+            if node in self.inputs:
+                continue
+            for source in _reads(node):
+                if source in counted:
+                    todo.append(source)
+                    graph.add_edge((source, 1), (node, 0))
+        for node in wanted:
+            graph.add_edge((node, 1), "backward")
+        if "forward" not in graph or "backward" not in graph:
+            return set()
+        _, (before, _) = networkx.minimum_cut(graph, "forward", "backward")
+        return {node for node in reached if (node, 0) in before and (node, 1) not in before}
+
+    def _again(self, first: set[fx.Node], kept: set[fx.Node], part: set[fx.Node], ends: list[Any]) -> set[fx.Node]:
+        """The nodes of the forward that a half computes again."""
+        found: set[fx.Node] = set()
+        todo = [n for node in part for n in _reads(node)] + [n for n in ends if n is not None]
+        while todo:
+            node = todo.pop()
+            if node in first and node not in kept and node not in found:
+                found.add(node)
+                todo += _reads(node)
+        return found
+
+    def _crossing(self, ends: Iterable[Any], part: set[fx.Node]) -> list[fx.Node]:
+        """The nodes that a part reads or returns without computing them; the function's own constants are copied instead."""
+        read = {n: None for node in self.order if node in part for n in _reads(node)}
+        read.update({n: None for n in ends if n is not None})
+        return [n for n in read if n not in part and (n.op != "get_attr" or n in self.captured)]
+
+    def _named(self, nodes: Iterable[fx.Node]) -> dict[str, Like]:
+        return {self.names.get(n, n.name): Like.of(self.captured[n] if n in self.captured else n.meta["val"]) for n in nodes}
+
+    def _part(self, part: set[fx.Node], inputs: Sequence[fx.Node], results: Sequence[Any]) -> fx.GraphModule:
+        graph, copies = fx.Graph(), {}
+        for i, node in enumerate(inputs):
+            copies[node] = graph.placeholder(f"i{i}")
+        for node in self.order:
+            if node not in copies and (node in part or node.op == "get_attr"):
+                args = node.args
+                if _of_batch(node) and inputs is not self.leaves:  # its running statistics were brought up to date by the forward
+                    node.args = (*args[:3], None, None, *args[5:])
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+                copies[node].target = node.meta.get(CALL, node.target)
+                node.args = args
+        graph.output(tuple(None if n is None else copies[n] for n in results))
+        graph.eliminate_dead_code()
+        return fx.GraphModule(self.root, graph)
+
+
+def nbytes(node: fx.Node) -> int | None:
+    """Bytes of the node's tensor; None if it is not one."""
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else None

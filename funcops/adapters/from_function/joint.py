@@ -1,0 +1,365 @@
+"""A function and its autograd backward as one joint graph."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.traceback import preserve_node_meta
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from funcops.engine.errors import describe, fail
+
+Run = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+class Like(NamedTuple):
+    """A tensor's shape, strides, dtype and device."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(t: Tensor) -> Like:
+        return Like(tuple(t.shape), tuple(t.stride()), t.dtype, t.device)
+
+    def dense(self) -> Like:
+        """The layout of its gradient: the same, or contiguous if its elements overlap or leave gaps."""
+        return self if self.is_dense() else self._replace(stride=torch.empty(self.shape, device="meta").stride())
+
+    def is_dense(self) -> bool:
+        step = 1
+        for stride, n in sorted((stride, n) for stride, n in zip(self.stride, self.shape, strict=True) if n != 1):
+            if stride != step:
+                return False
+            step *= n
+        return True
+
+    def extent(self) -> int:
+        """The elements from the first to the last in memory."""
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+    def zeros(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+
+    def ones(self) -> Tensor:
+        return self.zeros().fill_(1)
+
+    def fits(self, t: Any) -> bool:
+        """Whether t is a plain tensor of this layout: a quick look."""
+        right = type(t) is Tensor and t.dtype is self.dtype and t.shape == self.shape and t.stride() == self.stride
+        return right and not (t.is_neg() or t.is_conj())
+
+    def laid_out(self, where: str, name: str, t: Any) -> Tensor:
+        """t, which must have this shape and dtype, in these strides, for which the graph was traced; a copy only if its strides
+        differ."""
+        if not isinstance(t, Tensor) or t.shape != self.shape or t.dtype is not self.dtype:
+            fail(where, name, describe(torch.empty(self.shape, dtype=self.dtype, device="meta")), describe(t))
+        t = resolved(t)
+        if t.stride() == self.stride or t.numel() == 0:
+            return t
+        extent = self.extent()
+        flat = torch.empty(extent, dtype=t.dtype, device=t.device)
+        made = flat.as_strided(self.shape, self.stride)
+        if self.is_dense():
+            return made.copy_(t)
+        flat[torch.arange(extent, device=t.device).as_strided(self.shape, self.stride).reshape(-1)] = t.reshape(-1)
+        if not torch.equal(made.nan_to_num(), t.nan_to_num()):
+            fail(where, name, f"equal at elements that overlapped in the forward (strides {list(self.stride)})", "other values")
+        return made
+
+
+def resolved(t: Tensor) -> Tensor:
+    """t with its conjugate and negative bits materialised, because a graph's views ignore them."""
+    return t.resolve_conj().resolve_neg()
+
+
+class Joint(NamedTuple):
+    """A joint graph, from (leaves, gradients of the outputs) to (outputs, gradients of the leaves that are asked for)."""
+
+    graph: fx.GraphModule
+    outputs: tuple[Like, ...]  # in the layout of their gradients
+
+
+def trace(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], steps: _Steps | None = None) -> Joint:
+    """Trace `run(leaves) -> outputs` with the gradients of the leaves that are `asked` for. Hooks on saved tensors that are active
+    around the call (a checkpoint's, an offload's) do not see the trace's, which would come with their changes into the graph."""
+    try:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with torch.inference_mode(False), fake, torch.enable_grad(), _hidden_from_hooks(), _NoValues(_is_real):
+            given = [_stand_in(t) for t in leaves]
+            outputs = [Like.of(y).dense() for y in run(given)]
+            return Joint(_joint(run, given, outputs, asked, steps), tuple(outputs))
+    except (DataDependentOutputException, DynamicOutputShapeException, _ReadsValues) as error:
+        fail(where, "fn", "a function whose shapes and steps do not depend on values", error)
+
+
+def trace_module(where: str, module: nn.Module, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool]) -> Joint:
+    """`trace` on the leaves themselves, as many models choose another way for tensors without values, and with the path of the
+    module in which each node was computed, in `node.meta["custom"]`. It holds what one step of autograd holds. A value that is
+    computed from no leaf is a constant; to ask for any other raises."""
+    steps, name = _Steps(module), type(module).__name__
+    devices = sorted({t.device.index or 0 for t in leaves if t.is_cuda})
+    with torch.inference_mode(False), torch.enable_grad(), _hidden_from_hooks(), torch.random.fork_rng(devices), _apart(module):
+        with torch.no_grad():
+            outputs = [Like.of(y).dense() for y in run(list(leaves))]
+        try:
+            with steps, _NoValues(steps.of_leaf), _ValuesOf(steps):
+                return Joint(_joint(run, list(leaves), outputs, asked, steps), tuple(outputs))
+        except _ReadsValues as error:
+            why = f"{error}{steps.here()}"
+        except RuntimeError as error:
+            if "in-place operation" not in str(error):
+                raise
+            fail(where, name, "a module that writes neither to its inputs nor to its parameters", f"{error}{steps.here()}")
+    steps = _Steps(module)
+    try:  # some ask for values only of tensors that have some
+        with steps:
+            return trace(where, run, leaves, asked, steps)
+    except ValueError:
+        pass
+    fail(where, name, "a module whose shapes and steps do not depend on values of its inputs", why)
+
+
+@contextmanager
+def _apart(module: nn.Module) -> Iterator[None]:
+    """A block without mkldnn for a recurrent module: it computes dx and dW of a layer at once, so there would be no halves."""
+    settings = torch.backends.mkldnn
+    before = settings.set_flags(False) if any(isinstance(part, nn.RNNBase) for part in module.modules()) else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            settings.set_flags(before[0])
+
+
+class _Steps:
+    """The modules of a module that run during its trace. In a block, each node of the graph learns where it was computed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.paths = {id(part): path for path, part in module.named_modules()}
+        self.stack, self.seen, self.thread = [""], 0, threading.get_ident()
+
+    def __enter__(self) -> None:
+        hooks = nn.modules.module
+        self.hooks = [
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._leave, always_call=False),
+        ]
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return  # another thread's model
+        self.mark()
+        self.stack.append(self.paths.get(id(module), self.stack[-1]))
+        node = self.node(args[0]) if args and module._parameters else None
+        if node is not None:
+            node.meta.setdefault("custom", {}).setdefault("input", f"{self.stack[-1]}.input".lstrip("."))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == self.thread:
+            self.mark()
+            self.stack.pop()
+
+    def mark(self) -> None:
+        """Give the nodes that are new the path of the module that runs."""
+        mode = get_proxy_mode()
+        if mode is None:
+            return
+        nodes = mode.tracer.graph.nodes
+        for node, _ in zip(reversed(nodes), range(len(nodes) - self.seen), strict=False):
+            node.meta.setdefault("custom", {}).setdefault("path", self.stack[-1])
+        self.seen = len(nodes)
+
+    def node(self, t: Any) -> fx.Node | None:
+        """The node of a tensor in the graph that is being traced."""
+        mode = get_proxy_mode()
+        slot = None if mode is None or not isinstance(t, Tensor) else get_proxy_slot(t, mode.tracer, None)
+        return None if slot is None else slot.proxy.node  # type: ignore[union-attr]
+
+    def of_leaf(self, t: Tensor) -> bool:
+        """Whether a tensor is computed from a leaf."""
+        todo, seen = [self.node(t)], set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            if node.op == "placeholder":
+                return True
+            seen.add(node)
+            todo += node.all_input_nodes
+        return False
+
+    def here(self) -> str:
+        path = self.stack[-1]
+        frames = [f for f in traceback.extract_stack() if "site-packages/torch/" not in f.filename]
+        return f", in its module {path!r}" if path and frames else ""
+
+
+def _of_values(func: Any, args: Any) -> bool:
+    """Whether the operator's result is a number, or has a shape, that depends on values."""
+    if torch.Tag.dynamic_output_shape not in func.tags and torch.Tag.data_dependent_output not in func.tags:
+        return False
+    if func is not torch.ops.aten.index.Tensor:
+        return True
+    return any([isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1]])  # a mask
+
+
+class _ValuesOf(TorchDispatchMode):
+    """A block in which operators whose result depends on values of a leaf, in shape or as a number, raise."""
+
+    runs = True
+
+    def __init__(self, steps: _Steps) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _of_values(func, args):
+            return func(*args, **(kwargs or {}))
+        if any([self.steps.of_leaf(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]):
+            raise _ReadsValues(str(func))
+        with disable_proxy_modes_tracing():
+            return func(*args, **(kwargs or {}))
+
+
+def refuse_trained(where: str, captured: Iterable[Tensor]) -> None:
+    """Raise `ValueError` if a tensor beside the arguments requires grad, which it may do since the trace."""
+    for t in captured:
+        if t.requires_grad:
+            fail(where, "fn", "a function that takes tensors that require grad as params or x", describe(t))
+
+
+_NUMBERS = {"tolist", "__index__"}  # which read memory, and a captured tensor has some, as it is not fake
+_ARRAYS = {"numpy", "__array__", "__dlpack__", "tensor", "as_tensor", "asarray"}  # so do these, of no other tensor either
+
+
+def _is_real(t: Tensor) -> bool:
+    """Whether a tensor has memory during a trace on fake tensors: a captured one has."""
+    return not isinstance(t, FakeTensor)
+
+
+class _NoValues(TorchFunctionMode):
+    """A block that refuses what turns a tensor into numbers, which a trace would contain for ever. `reads`: of which tensors."""
+
+    def __init__(self, reads: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(fn, "__name__", "")
+        if name in _NUMBERS and self.reads(args[0]):
+            raise _ReadsValues(f"Tensor.{name} of a tensor")
+        given = args[0] if args and name in _ARRAYS else None
+        read = (
+            [t for t in tree_leaves(given) if isinstance(t, Tensor)] if isinstance(given, Tensor) == hasattr(Tensor, name) else []
+        )
+        # a fake tensor has no memory to read, but a list of them is read all the same
+        if any([self.reads(t) or isinstance(t, FakeTensor) for t in read]):
+            raise _ReadsValues(f"{name} of {'a tensor' if isinstance(given, Tensor) else 'a list of tensors'}")
+        return fn(*args, **(kwargs or {}))
+
+
+class _ReadsValues(Exception):
+    pass
+
+
+def _hidden_from_hooks() -> AbstractContextManager[Any]:
+    """A block whose saved tensors active hooks do not see: hooks that change nothing take their place. Without active hooks none
+    are set, as torch 2.14 cannot save a sparse fake tensor under hooks."""
+    active = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return nullcontext() if active is None else saved_tensors_hooks(_unchanged, _unchanged)
+
+
+def _unchanged(t: Tensor) -> Tensor:
+    return t
+
+
+def _stand_in(t: Tensor) -> Tensor:
+    """A fake tensor with t's layout and storage offset, in its own storage, so that no two leaves look like one tensor."""
+    size = t.untyped_storage().nbytes() // t.element_size()
+    return torch.empty(size, dtype=t.dtype, device=t.device).as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def _joint(
+    run: Run, given: list[Tensor], outputs: Sequence[Like], asked: Sequence[bool], steps: _Steps | None = None
+) -> fx.GraphModule:
+    """The graph from (leaves, gradients of the outputs) to (outputs, gradients), without writes if torch can remove them."""
+
+    def joint(*flat: Tensor) -> tuple[list[Any], list[Any]]:
+        own = [t.detach().requires_grad_() if ask else t for t, ask in zip(flat, asked, strict=False)]
+        ys = run(own)
+        if steps is not None:
+            steps.mark()
+        pairs = [(y, dy) for y, dy in zip(ys, flat[len(given) :], strict=True) if y.requires_grad]
+        wanted = [t for t, ask in zip(own, asked, strict=True) if ask]
+        if not pairs or not wanted:
+            return ys, [None] * len(wanted)
+        found = torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], allow_unused=True)
+        return ys, list(found)
+
+    dys = [like.zeros() for like in outputs]
+    traced = make_fx(joint)(*given, *dys)
+    return _without_writes(traced, [*given, *dys]) if any(writes(node) for node in traced.graph.nodes) else traced
+
+
+def _without_writes(traced: fx.GraphModule, given: list[Tensor]) -> fx.GraphModule:
+    """The same graph, traced again, where a write makes a new tensor, if torch can do that: a write to an input stays one."""
+    # as inputs, because what is made of a constant would not be followed
+    own = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
+
+    class Lifted(fx.Interpreter):
+        constants: dict[Any, Tensor]
+
+        def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return self.constants[target]
+
+    def again(*flat: Tensor) -> Any:
+        run = Lifted(traced)
+        run.constants = dict(zip(own, flat[len(given) :], strict=True))
+        with preserve_node_meta():  # the paths
+            return run.run(*flat[: len(given)])
+
+    with torch.no_grad(), preserve_node_meta():
+        made = make_fx(torch.func.functionalize(again, remove="mutations"))(*given, *own.values())
+    inputs = [node for node in made.graph.nodes if node.op == "placeholder"]
+    for i, (node, t) in enumerate(zip(inputs[len(given) :], own.values(), strict=True)):
+        made.register_buffer(f"_lifted_{i}", t)
+        with made.graph.inserting_before(node):
+            constant = made.graph.get_attr(f"_lifted_{i}")
+        constant.meta = node.meta
+        node.replace_all_uses_with(constant)
+        made.graph.erase_node(node)
+    return made
+
+
+def of_schema(node: fx.Node) -> Any:
+    """The schema of the node's operator, or None."""
+    return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def writes(node: fx.Node) -> bool:
+    schema = of_schema(node)
+    return schema is not None and schema.is_mutable
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node returns a view of its argument."""
+    schema = of_schema(node)
+    return schema is not None and not schema.is_mutable and len(schema.returns) == 1 and schema.returns[0].alias_info is not None

@@ -1,0 +1,156 @@
+"""`op_from_module(module, example)`: an op made from an unmodified module of torch, by a trace of its joint graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcops.adapters.flatten import Shape, indexed_paths
+from funcops.adapters.from_function.joint import Joint, trace_module
+from funcops.adapters.from_function.op_from_torch import Function, TorchConfig
+from funcops.adapters.from_function.outside import OfModule
+from funcops.engine.contract.marks import Versions
+from funcops.engine.contract.needs import Needs
+from funcops.engine.contract.op import Op
+from funcops.engine.errors import describe, differing, fail, join_path, require_callable, require_type
+from funcops.engine.trees import WithExtras
+
+
+def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], Any] | None = None) -> tuple[Op, dict[str, Tensor]]:
+    """Make an `Op` from a module, which is not changed. Returns the op, and its params: the module's parameters by name, detached.
+
+        op, params = op_from_module(model, {"input_ids": ids, "labels": ids}, output=lambda out: out.loss)
+        loss, residuals = op.fwd(params, {"input_ids": ids, "labels": ids}, TorchConfig())
+        dx, pending = op.dgrad(residuals, torch.ones(()), TorchConfig())
+        dparams = op.wgrad(pending, TorchConfig())
+
+    `example` is an example of x: a tensor, a tuple of positional arguments, or a dict of arguments by name. y is the module's
+    result, or `output` of it; a mapping, such as Hugging Face's `ModelOutput`, becomes a dict of what is not None in it.
+
+    The module's forward and its autograd backward are traced together, on the tensors of x, and the graph is cut in three: `fwd`;
+    `dgrad`, with all that reaches dx or the gradients of two modules; `wgrad`, with what reaches one module's gradients alone.
+    Residuals have the names of the modules that computed them. They are the fewest bytes from which the backward is computed
+    without a product or a random number being computed again. The trace itself holds what one step of autograd holds. The module
+    is traced anew for other shapes, strides and dtypes, another mode or set of parameters that require grad, and after a change of
+    an attribute, hook, buffer or submodule, of its config, or of a global that its classes read. What its hooks did during the
+    trace is in the graph. Parameters that do not require grad have no gradients.
+
+    Buffers to which the forward writes are values: y is `WithExtras(y, {name: its new value})`, and the module's own stay as they
+    are. Their old values are the module's or, if x is `WithExtras(x, {name: value})`, these.
+
+    Raises `TypeError` or `ValueError` for a module whose shapes or steps depend on values of its inputs (with the submodule that
+    asks for them), that writes to its inputs or parameters, or whose result holds anything but tensors; for params of other names;
+    and `RuntimeError` under autocast.
+
+    >>> import torch
+    >>> from funcops import TorchConfig, op_from_module
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    >>> op, params = op_from_module(model, torch.ones(4, 2))
+    >>> y, residuals = op.fwd(params, torch.ones(4, 2), TorchConfig())
+    >>> torch.equal(y, model(torch.ones(4, 2))), list(residuals.kept)[-1]
+    (True, '2.input')
+    >>> dparams, dx = op.bwd(residuals, torch.ones(4, 1), TorchConfig())
+    >>> list(dparams)
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+    """
+    require_type("op_from_module", "module", module, nn.Module)
+    if output is not None:
+        require_callable("op_from_module", output=output)
+    own = OfAModule(module, output)
+    params = own._own_params(TorchConfig())
+    try:
+        own.traced(params, example, TorchConfig(), Needs.ALL)  # what cannot be traced is refused here
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if str(error).startswith(f"{own.label}_fwd: "):
+            raise
+        wanted = f"arguments with which {own.label} runs"
+        fail(
+            "op_from_module",
+            "example",
+            wanted,
+            f"{describe(example)}: {error}",
+            type(error) if type(error) is TypeError else ValueError,
+        )
+    return own.op(), params
+
+
+class OfAModule(Function):
+    """The traces of a module."""
+
+    held = True  # a batch, which its loop holds
+    outside: OfModule
+
+    def __init__(self, module: nn.Module, output: Callable[[Any], Any] | None) -> None:
+        super().__init__(type(module).__name__, self._call, TorchConfig, self._own_params, OfModule(module))
+        self.module, self.output = module, output
+        self.written: dict[Any, tuple[str, ...]] = {}  # names of buffers that the forward writes to, by mode
+
+    def _own_params(self, cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Tensor]:
+        """The module's parameters as they are, on this device and in this dtype."""
+        return {name: p.detach().to(device, dtype) for name, p in self.module.named_parameters()}
+
+    def names(self, params_shape: Any, x_shape: Any, count: int) -> list[str]:
+        paths = {i: join_path("params", path) for i, path in indexed_paths(params_shape, "")}
+        paths.update({i: join_path("x", path) for i, path in indexed_paths(x_shape, "")})
+        return [paths[i] for i in range(count)]
+
+    def fixed(self, params_shape: Any, x_shape: Any) -> frozenset[int]:
+        """Parameters that do not require grad, and buffers."""
+        untrained = [params_shape[name].i for name, p in self.outside.params.items() if not p.requires_grad]
+        extras = x_shape.leaves["extras"] if type(x_shape) is Shape and x_shape.cls is WithExtras else {}
+        return frozenset([*untrained, *[i for i, _ in indexed_paths(extras, "")]])
+
+    def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> Any:
+        where, wanted = f"{self.label}_fwd", self.outside.params
+        if not isinstance(params, Mapping):
+            fail(where, "params", "a dict of the module's parameters by name", describe(params), TypeError)
+        if params.keys() != wanted.keys():
+            fail(where, "params", "the module's parameters by name", differing(params, wanted))
+        return super().traced(params, x, cfg, needs)
+
+    def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
+        count = len(self.outside.params)
+        # its forward may write to its inputs, before that is seen in the graph
+        given = [*leaves[:count], *[t.clone() for t in leaves[count:]]]
+        mode = self.outside.mode()
+        if mode not in self.written:
+            self._own = own = {name: b.clone() for name, b in self.module.named_buffers()}
+            versions, before = Versions.of(own), {name: b.clone() for name, b in own.items()}
+            try:
+                with torch.no_grad(), torch.random.fork_rng():
+                    run(given)
+            finally:
+                self._own = None
+            # a batch norm writes without counting
+            found = {*map(id, versions.written()), *[id(b) for name, b in own.items() if not torch.equal(b, before[name])]}
+            self.written[mode] = tuple([name for name, b in own.items() if id(b) in found])
+        return trace_module(f"{self.label}_fwd", self.module, run, given, asked)
+
+    _own: Any = None
+
+    def _call(self, params: Any, x: Any, cfg: Any) -> Any:
+        where = f"{self.label}_fwd"
+        main, given = (x.main, x.extras) if isinstance(x, WithExtras) else (x, {})
+        own = self._own
+        if own is None:
+            buffers = dict(self.module.named_buffers())
+            own = {name: given.get(name, buffers[name]).clone() for name in self.written[self.outside.mode()]}
+        args = main if type(main) is tuple else () if isinstance(main, Mapping) else (main,)
+        kwargs = dict(main) if isinstance(main, Mapping) else {}
+        found = torch.func.functional_call(self.module, {**params, **given, **own}, args, kwargs)
+        y = _plain(where, "y", found if self.output is None else self.output(found))
+        return WithExtras(y, own) if own and self._own is None else y
+
+
+def _plain(where: str, path: str, y: Any) -> Any:
+    """A result of dicts, tuples and tensors, without None."""
+    if isinstance(y, Tensor):
+        return y
+    if isinstance(y, Mapping):
+        return {name: _plain(where, join_path(path, str(name)), one) for name, one in y.items() if one is not None}
+    if isinstance(y, (tuple, list)):
+        return tuple([_plain(where, join_path(path, i), one) for i, one in enumerate(y) if one is not None])
+    return fail(where, path, "a tensor (output= chooses a part of the result)", describe(y), TypeError)

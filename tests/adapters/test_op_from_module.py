@@ -1,0 +1,453 @@
+"""`op_from_module`: unmodified modules against autograd in float64, to the bit; bytes, refusals, and changes after the trace."""
+
+import copy
+import types
+
+import optree
+import pytest
+import torch
+from products import Products
+from torch import nn
+
+from funcops import Needs, TorchConfig, WithExtras, delayed_wgrad, differentiable, op_from_module, report
+from funcops.engine.errors import StaleResidualError
+from funcops.engine.trees import tensors
+
+CFG = TorchConfig()
+SCALE = 2.0
+
+
+def draw(*shape, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
+        self.slope, self.parts, self.config = 0.5, [1.0], types.SimpleNamespace(power=2)
+
+    def forward(self, x):
+        h = self.up(self.norm(x))
+        h = torch.where(h > 0, h, self.slope * h) ** self.config.power
+        return x + SCALE * self.parts[0] * self.down(h)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out, self.mlp = nn.LayerNorm(6), nn.Linear(6, 18), nn.Linear(6, 6), Mlp()
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.mlp(x + self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+class Language(nn.Module):
+    """Ids in, tied weights, a dict of results."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block, self.head = nn.Embedding(7, 6), Block(), nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids, labels=None, *, twice=False):
+        h = self.block(self.embed(ids))
+        logits = self.head(self.block(h) if twice else h)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+class Convolved(nn.Module):
+    """Writes in place, and batch statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.second, self.act = nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        h = self.act(self.norm(self.first(x)))
+        h = self.act(self.second(h)) + h
+        h[:, :2] *= 2
+        return h.mean((2, 3))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.steps += 1
+        return self.b(self.a(x).add_(1.0).relu_() * self.steps)
+
+
+class Twice(torch.autograd.Function):
+    """A backward that is not the forward's: a trace must follow it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 5 * dy * ctx.saved_tensors[0]
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x, scale):
+        return self.b(Twice.apply(self.a(x))), scale * 2
+
+
+MODELS = {
+    "mlp": (Mlp, lambda: draw(2, 5, 6)),
+    "block": (Block, lambda: draw(2, 5, 6)),
+    "language": (Language, lambda: {"ids": torch.arange(10).view(2, 5) % 7, "labels": torch.ones(2, 5, dtype=torch.long)}),
+    "language, logits": (Language, lambda: {"ids": torch.arange(10).view(2, 5) % 7, "twice": True}),
+    "conv": (Convolved, lambda: draw(2, 3, 6, 6)),
+    "counting": (Counting, lambda: draw(3, 6)),
+    "custom function": (Custom, lambda: (draw(3, 6), draw(3, 2))),
+    "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 2)), lambda: draw(3, 6)),
+    "recurrent": (lambda: nn.GRU(6, 6, batch_first=True), lambda: draw(2, 4, 6)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), lambda: draw(2, 4, 6)),
+    "lazy view": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), lambda: draw(4, 2, 6)),
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    build, example = MODELS[name]
+    return build().double(), example()
+
+
+def called(module, x):
+    if isinstance(x, dict):
+        return module(**x)
+    return module(*x) if isinstance(x, tuple) else module(x)
+
+
+def plain(tree):
+    """The tensors of a result, without None."""
+    return [t for t in optree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def trained(x):
+    return optree.tree_map(lambda t: t.clone().requires_grad_(t.is_floating_point()) if isinstance(t, torch.Tensor) else t, x)
+
+
+def with_grads(name, seed):
+    """The results of autograd: y, the gradients of the parameters and of x, buffers, and the products of its backward."""
+    module, x = made(name)
+    x = trained(x)
+    torch.manual_seed(seed)
+    ys = plain(called(module, x))
+    ys = [y for y in ys if y.requires_grad]
+    dys = [draw(*y.shape, seed=i) for i, y in enumerate(ys)]
+    inputs = [t for t in plain(x) if t.requires_grad]
+    with Products() as products:
+        found = torch.autograd.grad(ys, [*module.parameters(), *inputs], dys, allow_unused=True)
+    count = len(list(module.parameters()))
+    names = [n for n, _ in module.named_parameters()]
+    return ys, dict(zip(names, found, strict=False)), list(found[count:]), dict(module.named_buffers()), products.count
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_autograds_to_the_bit(name):
+    ys, grads, dxs, buffers, products = with_grads(name, seed=3)
+    module, x = made(name)
+    before = copy.deepcopy(module.state_dict()), optree.tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    op, params = op_from_module(module, x)
+    assert torch.equal(torch.get_rng_state(), state), "a trace draws nothing"
+    y, residuals = op.fwd(params, x, CFG)
+    main, new = (y.main, y.extras) if isinstance(y, WithExtras) else (y, {})
+    assert all(torch.equal(a, b) for a, b in zip(plain(main), ys, strict=True))
+    assert {n for n in buffers if not torch.equal(buffers[n], before[0][n])} <= set(new)
+    assert all(torch.equal(new[n], buffers[n]) for n in new)
+    dys = iter([draw(*t.shape, seed=i) for i, t in enumerate(ys)])
+    dy = optree.tree_map(lambda t: next(dys), main)
+    dy = WithExtras(dy, dict.fromkeys(new)) if new else dy
+    with Products() as inner:
+        dx, pending = op.dgrad(residuals, dy, CFG)
+    with Products() as outer:
+        dparams = op.wgrad(pending, CFG)
+    assert inner.count + outer.count == products, "I and W have the products of the backward"
+    for n, g in grads.items():
+        assert (dparams[n] is None and (g is None or not g.any())) or torch.equal(dparams[n], g), n
+    assert all(torch.equal(a, b) for a, b in zip(tensors(dx), dxs, strict=True))
+    whole, again = op.bwd(residuals, dy, CFG)
+    assert all(torch.equal(a, b) for a, b in zip(tensors((whole, again)), tensors((dparams, dx)), strict=True))
+    into = {n: torch.ones_like(t) for n, t in params.items()}
+    assert op.wgrad(op.dgrad(residuals, dy, CFG)[1], CFG, into=into) is into
+    assert all(torch.equal(into[n], 1 + g) for n, g in dparams.items() if g is not None)
+    after = module.state_dict(), x
+    assert all(torch.equal(a, b) for a, b in zip(tensors(before), tensors(after), strict=True)), "the module and x are as before"
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "lazy view"])
+def test_fewer_bytes_than_autograd(name):
+    module, x = made(name)
+    own = {t.untyped_storage()._cdata for t in [*module.parameters(), *module.buffers(), *plain(x)]}
+    saved = {}
+
+    def pack(t):
+        if t.untyped_storage()._cdata not in own:
+            saved[t.untyped_storage()._cdata] = t.untyped_storage()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = called(module, x)
+    autograd = sum(s.nbytes() for s in saved.values())
+    op, params = op_from_module(*made(name))
+    _, residuals = op.fwd(params, x, CFG)
+    ours = report(residuals, params, x)
+    kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(residuals.kept)}
+    given = {t.untyped_storage()._cdata for t in tensors((params, x))} | own
+    assert ours.kept_bytes == sum(size for key, size in kept.items() if key not in given)
+    assert ours.kept_bytes <= autograd
+    del y
+
+
+def test_residuals_have_the_names_of_modules():
+    op, params = op_from_module(*made("block"))
+    y, residuals = op.fwd(params, draw(2, 5, 6), CFG)
+    assert "mlp.norm.input" in residuals.kept and "params.mlp.down.weight" in residuals.kept and "x" in residuals.kept
+    assert "mlp.up.addmm" in str(report(residuals, params, draw(2, 5, 6)))
+    _, pending = op.dgrad(residuals, y, CFG)
+    assert set(op.wgrad(pending, CFG)) == {n for n, _ in made("block")[0].named_parameters()}
+
+
+def test_needs_and_frozen_parameters():
+    module, x = made("block")
+    module.mlp.up.requires_grad_(False)
+    op, params = op_from_module(module, x)
+    y, residuals = op.fwd(params, x, CFG)
+    dparams, dx = op.bwd(residuals, y, CFG)
+    assert dparams["mlp.up.weight"] is None is dparams["mlp.up.bias"] and dparams["qkv.weight"] is not None
+    assert "mlp.norm.input" in residuals.kept
+    y, fewer = op.fwd(params, x, CFG, needs=Needs(x=False, params=["out.weight"]))
+    only, none = op.bwd(fewer, y, CFG)
+    assert none is None and torch.equal(only["out.weight"], dparams["out.weight"]) and only["qkv.weight"] is None
+    assert report(fewer, params, x).kept_bytes < report(residuals, params, x).kept_bytes
+    module.mlp.up.requires_grad_(True)
+    whole, _ = op.bwd(op.fwd(params, x, CFG)[1], y, CFG)
+    assert whole["mlp.up.weight"] is not None, "another set of trained parameters is another trace"
+
+
+def test_delayed_weight_gradients():
+    module, x = made("block")
+    op, _ = op_from_module(module, x)
+    params = dict(module.named_parameters())
+    with delayed_wgrad() as store:
+        differentiable(op)(params, x, CFG).square().sum().backward()
+        assert all(p.grad is None for p in params.values())
+    store.run()
+    got = {n: p.grad for n, p in params.items()}
+    module.zero_grad()
+    module(x).square().sum().backward()
+    assert all(torch.equal(got[n], p.grad) for n, p in params.items())
+
+
+def test_buffers_as_values():
+    module, x = made("conv")
+    op, params = op_from_module(module, x)
+    first, _ = op.fwd(params, x, CFG)
+    buffers = {n: b.clone() for n, b in module.named_buffers()}
+    second, _ = op.fwd(params, WithExtras(x, first.extras), CFG)
+    assert all(torch.equal(b, buffers[n]) for n, b in module.named_buffers()), "the module's own stay"
+    module(x)
+    module(x)
+    assert all(torch.equal(second.extras[n], b) for n, b in module.named_buffers() if n in second.extras)
+    module.eval()
+    y, _ = op.fwd(params, x, CFG)
+    assert torch.equal(y, module(x)), "in eval mode nothing is written"
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Asks()
+
+    def forward(self, x):
+        return self.inner(2 * x)
+
+
+class Asks(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class Listed(nn.Module):
+    def forward(self, x):
+        return x * x.tolist()[0]
+
+
+class Counted(nn.Module):
+    def forward(self, x):
+        return x[x > 0]
+
+
+class Constant(nn.Module):
+    """A value that no input decides is a constant."""
+
+    def forward(self, x):
+        return x * torch.arange(4.0, dtype=x.dtype).sum().item()
+
+
+class Writes(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
+
+
+class Objects(nn.Module):
+    def forward(self, x):
+        return {"y": x, "cache": object()}
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "text"),
+    [
+        (Branches(), ValueError, "Branches must be a module whose .* do not depend on values .* in its module 'inner'"),
+        (
+            Listed(),
+            ValueError,
+            "Listed must be a module whose shapes and steps do not depend on values of its inputs, got Tensor.tolist",
+        ),
+        (
+            Counted(),
+            ValueError,
+            "Counted must be a module whose shapes and steps do not depend on values of its inputs, got aten.index",
+        ),
+        (Writes(), ValueError, "Writes must be a module that writes neither to its inputs nor to its parameters"),
+        (Objects(), TypeError, r"y.cache must be a tensor \(output= chooses a part of the result\), got object"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_what_cannot_be_traced_is_refused_before_anything_is_changed(module, error, text):
+    x = draw(4)
+    before = x.clone()
+    with pytest.raises(error, match=text):
+        op_from_module(module, x)
+    assert torch.equal(x, before)
+
+
+def test_a_value_of_no_input_is_a_constant():
+    op, params = op_from_module(Constant(), draw(4))
+    assert torch.equal(op.fwd(params, draw(4, seed=2), CFG)[0], 6 * draw(4, seed=2))
+
+
+def test_wrong_arguments():
+    module, x = made("mlp")
+    with pytest.raises(TypeError, match="op_from_module: module must be"):
+        op_from_module(lambda x: x, x)
+    op, params = op_from_module(module, x)
+    with pytest.raises(ValueError, match="Mlp_fwd: params must be the module's parameters by name"):
+        op.fwd({n: p for n, p in params.items() if n != "up.bias"}, x, CFG)
+    with pytest.raises(TypeError, match="Mlp_fwd: params must be a dict of the module's parameters by name"):
+        op.fwd(None, x, CFG)
+    with pytest.raises(RuntimeError, match="autocast"), torch.autocast("cpu", torch.bfloat16):
+        op.fwd(params, x, CFG)
+
+
+def changes():
+    def replaced(module):
+        module.up = nn.Linear(6, 12).double()
+
+    def hooked(module):
+        module.up.register_forward_hook(lambda module, args, out: 2 * out)
+
+    return {
+        "attribute": lambda m: setattr(m, "slope", 0.25),
+        "an equal attribute": lambda m: setattr(m, "slope", float("0.5")),
+        "a list": lambda m: m.parts.__setitem__(0, 3.0),
+        "a config": lambda m: setattr(m.config, "power", 3),
+        "a new attribute of a part": lambda m: setattr(m.norm, "eps", 1e-2),
+        "a function of a part": lambda m: setattr(m.up, "forward", lambda x: m.norm(x).repeat(1, 1, 2)),
+        "mode": lambda m: m.eval(),
+        "a part": lambda m: replaced(m),
+        "a hook": lambda m: hooked(m),
+        "a global": lambda m: globals().__setitem__("SCALE", 7.0),
+        "dtype": lambda m: None,
+    }
+
+
+@pytest.mark.parametrize("change", changes())
+def test_a_change_of_the_module_is_traced_anew(change):
+    module, x = made("mlp")
+    op, params = op_from_module(module, x)
+    op.fwd(params, x, CFG)
+    try:
+        changes()[change](module)
+        if change == "dtype":
+            params, x = {n: p.float() for n, p in params.items()}, x.float()
+            module.float()
+        want = torch.func.functional_call(module, params, (x,))
+        assert torch.equal(op.fwd(params, x, CFG)[0], want)
+    finally:
+        globals()["SCALE"] = 2.0
+
+
+def test_equal_values_are_not_traced_anew():
+    module, x = made("mlp")
+    op, params = op_from_module(module, x)
+    _, first = op.fwd(params, x, CFG)
+    module.slope = float("0.5")
+    module.parts = [1.0]
+    _, second = op.fwd(params, x, CFG)
+    assert first.traced is second.traced
+    module.eval()
+    op.fwd(params, x, CFG)
+    module.train()
+    _, third = op.fwd(params, x, CFG)
+    assert third.traced is first.traced, "the traces of both modes stay"
+
+
+def test_other_shapes_and_modes_are_other_traces():
+    module, x = made("block")
+    op, params = op_from_module(module, x)
+    traces = set()
+    for shape in ((2, 5, 6), (2, 7, 6), (1, 5, 6), (0, 5, 6)):
+        given = draw(*shape)
+        y, residuals = op.fwd(params, given, CFG)
+        assert torch.equal(y, module(given))
+        dx = op.bwd(residuals, y, CFG)[1]
+        traces.add(id(residuals.traced))
+        given.requires_grad_()
+        want = module(given)
+        assert torch.equal(dx, torch.autograd.grad(want, given, want)[0])
+    y, residuals = op.fwd({n: p.float() for n, p in params.items()}, x.float(), CFG)
+    traces.add(id(residuals.traced))
+    module.eval()
+    traces.add(id(op.fwd(params, x, CFG)[1].traced))
+    assert y.dtype is torch.float32 and len(traces) == 6
+
+
+def test_a_buffer_that_was_written_to_is_noticed():
+    module = nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1)).double()
+    module.register_buffer("gain", draw(6))
+    scaled = Scales(module).double()
+    x = draw(3, 6)
+    op, params = op_from_module(scaled, x)
+    y, residuals = op.fwd(params, x, CFG)
+    module.gain.mul_(2)
+    with pytest.raises(StaleResidualError, match="residuals.kept.captured.inner.gain must be as the forward left it"):
+        op.bwd(residuals, y, CFG)
+    assert torch.equal(op.fwd(params, x, CFG)[0], scaled(x))
+
+
+class Scales(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * self.inner.gain
