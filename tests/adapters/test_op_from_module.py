@@ -303,6 +303,17 @@ class Constant(nn.Module):
         return x * torch.arange(4.0, dtype=x.dtype).sum().item()
 
 
+class Drawn(nn.Module):
+    """Leaves a layer out at random."""
+
+    def __init__(self, below):
+        super().__init__()
+        self.below = below
+
+    def forward(self, x):
+        return x if torch.rand([]) < self.below else 2 * x
+
+
 class Writes(nn.Module):
     def forward(self, x):
         return x.mul_(2)
@@ -317,16 +328,9 @@ class Objects(nn.Module):
     ("module", "error", "text"),
     [
         (Branches(), ValueError, "Branches must be a module whose .* do not depend on values .* in its module 'inner'"),
-        (
-            Listed(),
-            ValueError,
-            "Listed must be a module whose shapes and steps do not depend on values of its inputs, got Tensor.tolist",
-        ),
-        (
-            Counted(),
-            ValueError,
-            "Counted must be a module whose shapes and steps do not depend on values of its inputs, got aten.index",
-        ),
+        (Listed(), ValueError, "Listed must be a module whose shapes and steps do not depend on values .*, got Tensor.tolist"),
+        (Counted(), ValueError, "Counted must be a module whose shapes and steps do not depend on values .*, got aten.index"),
+        (Drawn(0.5), ValueError, "Drawn must be a module whose shapes and steps do not depend on .* random numbers"),
         (Writes(), ValueError, "Writes must be a module that writes neither to its inputs nor to its parameters"),
         (Objects(), TypeError, r"y.cache must be a tensor \(output= chooses a part of the result\), got object"),
     ],
@@ -343,6 +347,8 @@ def test_what_cannot_be_traced_is_refused_before_anything_is_changed(module, err
 def test_a_value_of_no_input_is_a_constant():
     op, params = op_from_module(Constant(), draw(4))
     assert torch.equal(op.fwd(params, draw(4, seed=2), CFG)[0], 6 * draw(4, seed=2))
+    op, params = op_from_module(Drawn(0.0), draw(4))
+    assert torch.equal(op.fwd(params, draw(4, seed=2), CFG)[0], 2 * draw(4, seed=2)), "never below 0"
 
 
 def test_wrong_arguments():

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from funcops.adapters.from_function.calls import CALL
-from funcops.adapters.from_function.joint import Like, is_view, of_schema, writes
+from funcops.adapters.from_function.joint import Like, draws, is_view, of_schema, writes
 from funcops.engine.errors import fail, join_path
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
 _OWN = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # of a tensor that the function makes of numbers
-_OFF = {"p": 0, "dropout": 0, "dropout_p": 0, "train": False, "training": False}  # with such an argument nothing is drawn
 _FILLS = set(
     "arange full zeros ones scalar_tensor full_like zeros_like ones_like new_zeros new_full new_ones empty empty_like".split()
 )
@@ -55,19 +54,6 @@ def _name(node: fx.Node) -> str:
     """The name of the node's operator, as in its schema; "" if it has none."""
     schema = of_schema(node)
     return "" if schema is None else str(schema.name).partition("::")[2]
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether the node draws from a generator of torch."""
-    schema = of_schema(node)
-    if schema is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
-        return False
-    given = dict(node.kwargs)
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        given[argument.name] = value
-    for argument in schema.arguments:
-        given.setdefault(argument.name, argument.default_value if argument.has_default_value() else None)
-    return all(given.get(name) is None or given[name] != off for name, off in _OFF.items())
 
 
 def _cheap(node: fx.Node) -> bool:
@@ -158,8 +144,8 @@ class Cutter:
         wgrad = self._part(third, waiting, dparams)
         placed = any("as_strided" in str(n.target) for n in self.order)
         captured = {self.names[node]: t for node, t in self.captured.items()}
-        drawing = [n for n in self.order if _draws(n)]
-        draws = next((str(n.target) for n in drawing if n in first), "")
+        drawing = [n for n in self.order if draws(n)]
+        drawn = next((str(n.target) for n in drawing if n in first), "")
         anew = {n.target for n in drawing if n in second | third} & {n.target for n in drawing if n in first}
         if anew:
             wanted = "a function whose backward draws nothing again (leave out torch.utils.checkpoint around what draws)"
@@ -176,7 +162,7 @@ class Cutter:
             {self.names[n]: i for i, n in enumerate(self.dys)},
             placed,
             captured,
-            draws,
+            drawn,
             passes,
         )
 

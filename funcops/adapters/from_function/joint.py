@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from funcops.engine.errors import describe, fail
 
+_OFF = {"p": 0, "dropout": 0, "dropout_p": 0, "train": False, "training": False}  # with such an argument nothing is drawn
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
@@ -108,15 +109,15 @@ def trace(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool],
 
 def trace_module(where: str, module: nn.Module, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool]) -> Joint:
     """`trace` on the leaves themselves, as many models choose another way for tensors without values, and with the path of the
-    module in which each node was computed, in `node.meta["custom"]`. It holds what one step of autograd holds. A value that is
-    computed from no leaf is a constant; to ask for any other raises."""
+    module in which each node was computed, in `node.meta["custom"]`. It holds what one step of autograd holds. A value that
+    depends neither on a leaf nor on a random number is a constant; to ask for any other raises."""
     steps, name = _Steps(module), type(module).__name__
     devices = sorted({t.device.index or 0 for t in leaves if t.is_cuda})
     with torch.inference_mode(False), torch.enable_grad(), _hidden_from_hooks(), torch.random.fork_rng(devices), _apart(module):
         with torch.no_grad():
             outputs = [Like.of(y).dense() for y in run(list(leaves))]
         try:
-            with steps, _NoValues(steps.of_leaf), _ValuesOf(steps):
+            with steps, _NoValues(steps.decided), _ValuesOf(steps):
                 return Joint(_joint(run, list(leaves), outputs, asked, steps), tuple(outputs))
         except _ReadsValues as error:
             why = f"{error}{steps.here()}"
@@ -130,7 +131,7 @@ def trace_module(where: str, module: nn.Module, run: Run, leaves: Sequence[Tenso
             return trace(where, run, leaves, asked, steps)
     except ValueError:
         pass
-    fail(where, name, "a module whose shapes and steps do not depend on values of its inputs", why)
+    fail(where, name, "a module whose shapes and steps do not depend on values of its inputs or random numbers", why)
 
 
 @contextmanager
@@ -193,23 +194,30 @@ class _Steps:
         slot = None if mode is None or not isinstance(t, Tensor) else get_proxy_slot(t, mode.tracer, None)
         return None if slot is None else slot.proxy.node  # type: ignore[union-attr]
 
-    def of_leaf(self, t: Tensor) -> bool:
-        """Whether a tensor is computed from a leaf."""
+    def decided(self, t: Tensor) -> bool:
+        """Whether a tensor is computed from a leaf, or from random numbers."""
         todo, seen = [self.node(t)], set()
         while todo:
             node = todo.pop()
             if node is None or node in seen:
                 continue
-            if node.op == "placeholder":
+            if node.op == "placeholder" or draws(node):
                 return True
             seen.add(node)
-            todo += node.all_input_nodes
+            if not _never(node):
+                todo += node.all_input_nodes
         return False
 
     def here(self) -> str:
         path = self.stack[-1]
         frames = [f for f in traceback.extract_stack() if "site-packages/torch/" not in f.filename]
         return f", in its module {path!r}" if path and frames else ""
+
+
+def _never(node: fx.Node) -> bool:
+    """Whether the node asks if a number in [0, 1) is below 0, as models do that could leave out a layer, with probability 0."""
+    drawn = node.args[0] if node.target is torch.ops.aten.lt.Scalar else None
+    return isinstance(drawn, fx.Node) and drawn.target is torch.ops.aten.rand.default and bool(node.args[1] <= 0)  # type: ignore[operator]
 
 
 def _of_values(func: Any, args: Any) -> bool:
@@ -233,7 +241,7 @@ class _ValuesOf(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _of_values(func, args):
             return func(*args, **(kwargs or {}))
-        if any([self.steps.of_leaf(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]):
+        if any([self.steps.decided(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]):
             raise _ReadsValues(str(func))
         with disable_proxy_modes_tracing():
             return func(*args, **(kwargs or {}))
@@ -363,3 +371,16 @@ def is_view(node: fx.Node) -> bool:
     """Whether the node returns a view of its argument."""
     schema = of_schema(node)
     return schema is not None and not schema.is_mutable and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the node draws from a generator of torch."""
+    schema = of_schema(node)
+    if schema is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
+        return False
+    given = dict(node.kwargs)
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        given[argument.name] = value
+    for argument in schema.arguments:
+        given.setdefault(argument.name, argument.default_value if argument.has_default_value() else None)
+    return all(given.get(name) is None or given[name] != off for name, off in _OFF.items())

@@ -41,9 +41,9 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     Buffers to which the forward writes are values: y is `WithExtras(y, {name: its new value})`, and the module's own stay as they
     are. Their old values are the module's or, if x is `WithExtras(x, {name: value})`, these.
 
-    Raises `TypeError` or `ValueError` for a module whose shapes or steps depend on values of its inputs (with the submodule that
-    asks for them), that writes to its inputs or parameters, or whose result holds anything but tensors; for params of other names;
-    and `RuntimeError` under autocast.
+    Raises `TypeError` or `ValueError` for a module whose shapes or steps depend on values of its inputs or on random numbers (with
+    the submodule that asks for them), that writes to its inputs or parameters, or whose result holds anything but tensors; for
+    params of other names; and `RuntimeError` under autocast.
 
     >>> import torch
     >>> from funcops import TorchConfig, op_from_module

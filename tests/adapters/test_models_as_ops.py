@@ -1,0 +1,94 @@
+"""`op_from_module` of whole models of Hugging Face: autograd's gradients in float64 to the bit, its products, fewer bytes."""
+
+import statistics
+
+import pytest
+import tiny_models
+import torch
+from more_models import MORE, more
+from products import Products
+
+from funcops import Needs, TorchConfig, WithExtras, op_from_module, report
+from funcops.engine.trees import tensors
+
+pytestmark = pytest.mark.slow
+CFG = TorchConfig()
+NAMES = [*MORE, *tiny_models.MODELS, *tiny_models.UNKNOWN]
+SHARES = {}
+
+
+def model_of(name):
+    if name in MORE:
+        return more(name)
+    model = tiny_models.tiny(name).double()
+    # experts in a loop depend on values, and grouped ones have no float64
+    model.config._experts_implementation = "batched_mm"
+    batch = tiny_models.batch_of(model, rows=2, length=16)
+    batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+    return model, batch | ({"use_cache": False} if "input_ids" in batch and name != "BERT" else {})
+
+
+def result(out):
+    return out.loss if getattr(out, "loss", None) is not None else out[0]
+
+
+def by_autograd(name):
+    """The result, gradients and buffers; the bytes that autograd keeps, and its products."""
+    model, batch = model_of(name)
+    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers(), *tensors(batch)]}
+    saved = {}
+
+    def pack(t):
+        if t.untyped_storage()._cdata not in own:
+            saved[t.untyped_storage()._cdata] = t.untyped_storage()
+        return t
+
+    torch.manual_seed(3)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = result(model(**batch))
+    kept = sum(s.nbytes() for s in saved.values())
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    with Products() as products:
+        found = torch.autograd.grad(y, list(trained.values()), torch.ones_like(y), allow_unused=True)
+    return y, dict(zip(trained, found, strict=True)), dict(model.named_buffers()), kept, products.count
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_has_autograds_gradients_products_and_fewer_bytes(name):
+    want, grads, buffers, kept, products = by_autograd(name)
+    model, batch = model_of(name)
+    op, params = op_from_module(model, batch, output=result)
+    torch.manual_seed(3)
+    y, residuals = op.fwd(params, batch, CFG, needs=Needs(x=False, params=True))
+    main, new = (y.main, y.extras) if isinstance(y, WithExtras) else (y, {})
+    assert torch.equal(main, want) and all(torch.equal(t, buffers[n]) for n, t in new.items())
+    dy = torch.ones_like(want)
+    with Products() as inner:
+        _, pending = op.dgrad(residuals, WithExtras(dy, dict.fromkeys(new)) if new else dy, CFG)
+    with Products() as outer:
+        dparams = op.wgrad(pending, CFG)
+    assert inner.count + outer.count == products and outer.count
+    for n, g in dparams.items():
+        autograds = grads.get(n)
+        assert torch.equal(g, autograds) if autograds is not None else g is None or not g.any(), n
+    ours = report(residuals, params, batch).kept_bytes
+    assert ours <= kept
+    SHARES[name] = ours / kept
+
+
+def test_half_of_the_models_keep_at_most_three_fifths():
+    """Over all models, where they ran in this process."""
+    if len(SHARES) < len(NAMES) - 5:
+        pytest.skip("needs the shares of the models before")
+    assert statistics.median(SHARES.values()) <= 0.6
+
+
+@pytest.mark.parametrize(("name", "part"), [("Mixtral", "mlp.experts"), ("M2M100", "model")])
+def test_what_depends_on_values_is_refused_by_the_name_of_the_module(name, part):
+    model, batch = model_of(name)
+    if name == "Mixtral":
+        model.config._experts_implementation = "eager"
+    else:
+        model.model.encoder.layerdrop = 0.5
+    with pytest.raises(ValueError, match=rf"do not depend on values .* in its module '\S*{part}"):
+        op_from_module(model, batch, output=result)
