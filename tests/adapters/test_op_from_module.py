@@ -1,6 +1,7 @@
 """`op_from_module`: unmodified modules against autograd in float64, to the bit; bytes, refusals, and changes after the trace."""
 
 import copy
+import pickle
 import types
 
 import optree
@@ -9,9 +10,33 @@ import torch
 from products import Products
 from torch import nn
 
-from funcops import Needs, TorchConfig, WithExtras, delayed_wgrad, differentiable, op_from_module, report
+from funcops import (
+    ChainConfig,
+    Ledger,
+    Needs,
+    Policy,
+    Recompute,
+    RepeatConfig,
+    ScaleConfig,
+    SkipConfig,
+    Step,
+    TorchConfig,
+    WithExtras,
+    chain,
+    delayed_wgrad,
+    differentiable,
+    donate,
+    op_from_module,
+    remat,
+    repeat,
+    report,
+    scale,
+    skip,
+    with_policy,
+)
 from funcops.engine.errors import StaleResidualError
 from funcops.engine.trees import tensors
+from funcops.graphs import graphed_op
 
 CFG = TorchConfig()
 SCALE = 2.0
@@ -457,3 +482,84 @@ class Scales(nn.Module):
 
     def forward(self, x):
         return self.inner(x) * self.inner.gain
+
+
+def in_a_chain(op, params, x, dy):
+    cfg = ChainConfig(steps=(Step("one", op, CFG), Step("skipped", skip, SkipConfig(scale, ScaleConfig(0.0)))))
+    y, residuals = chain.fwd({"one": params, "skipped": None}, x, cfg)
+    assert any(row.path.startswith("one.kept.mlp.up") for row in report(residuals, params, x).rows)
+    dparams, dx = chain.bwd(residuals, dy, cfg)
+    return y, dparams["one"], dx
+
+
+def in_a_repeat(op, params, x, dy):
+    cfg = RepeatConfig(op=op, cfg=CFG, times=1)
+    y, residuals = repeat.fwd((params,), x, cfg)
+    (dparams,), dx = repeat.bwd(residuals, dy, cfg)
+    return y, dparams, dx
+
+
+def recomputed(op, params, x, dy):
+    y, residuals = remat(op).fwd(params, x, CFG)
+    assert report(residuals, params, x).kept_bytes == 0
+    return y, *remat(op).bwd(residuals, dy, CFG)
+
+
+def by_policy(op, params, x, dy):
+    cfg = ChainConfig(steps=(Step("one", op, CFG),))
+    lean = with_policy(chain, Policy([("one", Recompute())]))
+    y, residuals = lean.fwd({"one": params}, x, cfg)
+    assert report(residuals, {"one": params}, x).kept_bytes == 0
+    dparams, dx = lean.bwd(residuals, dy, cfg)
+    return y, dparams["one"], dx
+
+
+def donated(op, params, x, dy):
+    y, residuals = op.fwd(params, x, CFG)
+    return y, *op.bwd(donate(residuals), dy, CFG)
+
+
+def captured(op, params, x, dy):
+    graph = graphed_op(op, CFG, params, x)
+    y, residuals = graph.fwd(params, x)
+    dx, pending = graph.dgrad(residuals, dy)
+    return y, graph.wgrad(pending), dx
+
+
+def pickled(op, params, x, dy):
+    y, residuals = op.fwd(params, x, CFG)
+    return y, *op.bwd(pickle.loads(pickle.dumps(residuals)), dy, CFG)
+
+
+def in_a_ledger(op, params, x, dy):
+    y, residuals = op.fwd(params, x, CFG)
+    ledger = Ledger(params, x)
+    ledger.keep("one", residuals)
+    assert ledger.nbytes == report(residuals, params, x).kept_bytes
+    return y, *op.bwd(ledger.take("one"), dy, CFG)
+
+
+def compiled(op, params, x, dy):
+    """A compiler leaves out what it cannot trace."""
+
+    def step(params, x, dy):
+        y, residuals = op.fwd(params, x, CFG)
+        return y, *op.bwd(residuals, dy, CFG)
+
+    return torch.compile(step, backend="eager")(params, x, dy)
+
+
+WAYS = (in_a_chain, in_a_repeat, recomputed, by_policy, donated, captured, pickled, in_a_ledger, compiled)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_the_rest_of_the_library_takes_it(way):
+    module, x = made("block")
+    op, params = op_from_module(module, x)
+    dy = draw(2, 5, 6, seed=5)
+    y, residuals = op.fwd(params, x, CFG)
+    want = y, *op.bwd(residuals, dy, CFG)
+    got = way(op, params, x, dy)
+    assert len(tensors(got)) == len(tensors(want)) > 5
+    assert all(torch.equal(a, b) for a, b in zip(tensors(got), tensors(want), strict=True))

@@ -7,6 +7,7 @@ are a min cut over bytes between what the forward computes and what the backward
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -335,7 +336,10 @@ class Cutter:
                 if _of_batch(node) and inputs is not self.leaves:  # its running statistics were brought up to date by the forward
                     node.args = (*args[:3], None, None, *args[5:])
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
-                copies[node].target = node.meta.get(CALL, node.target)
+                if isinstance(call := node.meta.get(CALL), types.MethodDescriptorType):
+                    copies[node].op, copies[node].target = "call_method", call.__name__
+                elif call is not None:
+                    copies[node].target = call
                 node.args = args
         graph.output(tuple(None if n is None else copies[n] for n in results))
         graph.eliminate_dead_code()
