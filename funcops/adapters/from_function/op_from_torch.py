@@ -201,20 +201,21 @@ class Function:
 
     held = False  # whether the caller keeps x anyway
 
-    def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor]]:
-        """The trace for these trees, and their leaves."""
+    def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor], list[Tensor]]:
+        """The trace for these trees, their leaves, and what its graph takes for them."""
         leaves: list[Tensor] = []
         params_shape = flatten(params, leaves)
         count = len(leaves)
         x_shape = flatten(x, leaves)
         if not {*map(type, leaves)} <= _USUAL or not all([t.layout is torch.strided for t in leaves]):
             _check_leaves(f"{self.label}_fwd", params, x)
-        flat = [resolved(t) for t in leaves]
+        flat = [t if t.dtype is torch.float32 and not t.is_neg() else resolved(t) for t in leaves]
         noted = note(self, lambda: self._noted(params_shape, x_shape, cfg, flat, count))
         if noted is None:
-            return self._found(params_shape, x_shape, cfg, flat, count, needs), leaves
+            return self._found(params_shape, x_shape, cfg, flat, count, needs), leaves, flat
         noted.complain(f"{self.label}_fwd")
-        return noted.traced.asking(needs), _as_traced(f"{self.label}_fwd", noted.traced, leaves, flat)
+        found = _as_traced(f"{self.label}_fwd", noted.traced, leaves, flat)
+        return noted.traced.asking(needs), found, list(map(resolved, found))
 
     def _noted(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int) -> Noted:
         own = self._found(params_shape, x_shape, cfg, flat, count, Needs.ALL)
@@ -231,7 +232,7 @@ class Function:
         # The reprs distinguish 1, 1.0 and True, and 0.0 and -0.0, which are equal but may give different traces.
         mode = (self.outside.mode(), *_defaults())
         shapes = _named(params_shape), repr(x_shape)
-        key: Any = (cfg, repr(cfg), needs, count, shapes, tuple(map(Like.of, flat)), *mode)
+        key: Any = (cfg, repr(cfg), needs, count, shapes, tuple([(t.shape, t.stride(), t.dtype, t.device) for t in flat]), *mode)
         found = memo[1].get(key)
         if found is not None and found.graphs.placed:
             key = *key, tuple([t.storage_offset() for t in flat])
@@ -283,9 +284,9 @@ class Function:
             refuse_autocast(label, params, x)
         if needs is not Needs.ALL:
             check_needs(label, needs, params, x)
-        own, leaves = self.traced(params, x, cfg, needs)
+        own, leaves, flat = self.traced(params, x, cfg, needs)
         refuse_trained(label, own.graphs.captured.values())
-        found, count = own.graphs.forward.forward(*map(resolved, leaves)), len(own.graphs.outputs)
+        found, count = own.graphs.forward.forward(*flat), len(own.graphs.outputs)
         values, captured = iter(found[count:]), own.graphs.captured
         given = own.graphs.leaves
         kept = {n: leaves[given[n]] if n in given else captured[n] if n in captured else next(values) for n in own.graphs.kept}
