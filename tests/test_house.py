@@ -53,7 +53,6 @@ FOUND |= {"rewrite lines": 2, "engine statements": 3, "op statements": 3, "kerne
 
 UNEVEN = {  # how often each file pairs values of unequal or unknown numbers: all other calls of zip are strict
     "adapters/autograd/traced.py": 1,
-    "adapters/from_function/cut.py": 1,
     "adapters/from_function/joint.py": 2,
     "adapters/graphs/without_gpu/check.py": 2,
     "adapters/graphs/without_gpu/recorder.py": 2,

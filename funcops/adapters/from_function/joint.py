@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -184,7 +185,7 @@ class _Steps:
         if mode is None:
             return
         nodes = mode.tracer.graph.nodes
-        for node, _ in zip(reversed(nodes), range(len(nodes) - self.seen), strict=False):
+        for node in itertools.islice(reversed(nodes), len(nodes) - self.seen):
             node.meta.setdefault("custom", {}).setdefault("path", self.stack[-1])
         self.seen = len(nodes)
 
