@@ -297,6 +297,20 @@ def test_buffers_as_values():
     assert torch.equal(y, module(x)), "in eval mode nothing is written"
 
 
+def test_a_part_with_other_buffers():
+    """That takes the place of one without, in the same mode and with the same parameters."""
+    module, x = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)).double(), draw(5, 6)
+    op, params = op_from_module(module, x)
+    module[1] = nn.BatchNorm1d(6).double()
+    before = copy.deepcopy(module.state_dict())
+    y, _ = op.fwd(params, x, CFG)
+    assert set(y.extras) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
+    assert torch.equal(y.main, module(x)) and all(torch.equal(t, y.extras[n]) for n, t in module.named_buffers())
+    with pytest.raises(ValueError, match="Sequential_fwd: x.extras must be buffers of the module by name .*, got 1.mean"):
+        op.fwd(params, WithExtras(x, {"1.mean": torch.zeros(6)}), CFG)
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()

@@ -86,7 +86,7 @@ class OfAModule(Function):
     def __init__(self, module: nn.Module, output: Callable[[Any], Any] | None) -> None:
         super().__init__(type(module).__name__, self._call, TorchConfig, self._own_params, OfModule(module))
         self.module, self.output = module, output
-        self.written: dict[Any, tuple[str, ...]] = {}  # names of buffers that the forward writes to, by mode
+        self.written: tuple[str, ...] = ()  # names of buffers that the forward writes to, of the trace that is made
 
     def _own_params(self, cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Tensor]:
         """The module's parameters as they are, on this device and in this dtype."""
@@ -109,24 +109,27 @@ class OfAModule(Function):
             fail(where, "params", "a dict of the module's parameters by name", describe(params), TypeError)
         if params.keys() != wanted.keys():
             fail(where, "params", "the module's parameters by name", differing(params, wanted))
+        if isinstance(x, WithExtras):
+            buffers = [name for name, _ in self.module.named_buffers()]
+            if odd := [name for name in x.extras if name not in buffers]:
+                fail(where, "x.extras", f"buffers of the module by name ({', '.join(buffers) or 'it has none'})", ", ".join(odd))
         return super().traced(params, x, cfg, needs)
 
     def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
         count = len(self.outside.params)
         # its forward may write to its inputs, before that is seen in the graph
         given = [*leaves[:count], *[t.clone() for t in leaves[count:]]]
-        mode = self.outside.mode()
-        if mode not in self.written:
-            self._own = own = {name: b.clone() for name, b in self.module.named_buffers()}
-            versions, before = Versions.of(own), {name: b.clone() for name, b in own.items()}
-            try:
-                with torch.no_grad(), torch.random.fork_rng():
-                    run(given)
-            finally:
-                self._own = None
-            # a batch norm writes without counting
-            found = {*map(id, versions.written()), *[id(b) for name, b in own.items() if not torch.equal(b, before[name])]}
-            self.written[mode] = tuple([name for name, b in own.items() if id(b) in found])
+        # asked before each trace, as another part or shape may have others
+        self._own = own = {name: b.clone() for name, b in self.module.named_buffers()}
+        versions, before = Versions.of(own), {name: b.clone() for name, b in own.items()}
+        try:
+            with torch.no_grad(), torch.random.fork_rng():
+                run(given)
+        finally:
+            self._own = None
+        # a batch norm writes without counting
+        found = {*map(id, versions.written()), *[id(b) for name, b in own.items() if not torch.equal(b, before[name])]}
+        self.written = tuple([name for name, b in own.items() if id(b) in found])
         return trace_module(f"{self.label}_fwd", self.module, run, given, asked)
 
     _own: Any = None
@@ -137,7 +140,7 @@ class OfAModule(Function):
         own = self._own
         if own is None:
             buffers = dict(self.module.named_buffers())
-            own = {name: given.get(name, buffers[name]).clone() for name in self.written[self.outside.mode()]}
+            own = {name: given.get(name, buffers[name]).clone() for name in self.written}
         args = main if type(main) is tuple else () if isinstance(main, Mapping) else (main,)
         kwargs = dict(main) if isinstance(main, Mapping) else {}
         found = torch.func.functional_call(self.module, {**params, **given, **own}, args, kwargs)
