@@ -62,6 +62,7 @@ def test_a_model_has_autograds_gradients_products_and_fewer_bytes(name):
     y, residuals = op.fwd(params, batch, CFG, needs=Needs(x=False, params=True))
     main, new = (y.main, y.extras) if isinstance(y, WithExtras) else (y, {})
     assert torch.equal(main, want) and all(torch.equal(t, buffers[n]) for n, t in new.items())
+    assert op.fwd(params, batch, CFG, needs=Needs(x=False, params=True))[1].traced is residuals.traced, "traced once"
     dy = torch.ones_like(want)
     with Products() as inner:
         _, pending = op.dgrad(residuals, WithExtras(dy, dict.fromkeys(new)) if new else dy, CFG)

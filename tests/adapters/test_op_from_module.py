@@ -209,6 +209,7 @@ def test_gradients_are_autograds_to_the_bit(name):
     for n, g in grads.items():
         assert (dparams[n] is None and (g is None or not g.any())) or torch.equal(dparams[n], g), n
     assert all(torch.equal(a, b) for a, b in zip(tensors(dx), dxs, strict=True))
+    assert op.fwd(params, x, CFG)[1].traced is residuals.traced, "traced once"
     whole, again = op.bwd(residuals, dy, CFG)
     assert all(torch.equal(a, b) for a, b in zip(tensors((whole, again)), tensors((dparams, dx)), strict=True))
     into = {n: torch.ones_like(t) for n, t in params.items()}
@@ -298,7 +299,7 @@ def test_buffers_as_values():
 
 
 def test_a_part_with_other_buffers():
-    """That takes the place of one without, in the same mode and with the same parameters."""
+    """It takes the place of one without, in the same mode and with the same parameters."""
     module, x = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)).double(), draw(5, 6)
     op, params = op_from_module(module, x)
     module[1] = nn.BatchNorm1d(6).double()
@@ -353,6 +354,18 @@ class Drawn(nn.Module):
         return x if torch.rand([]) < self.below else 2 * x
 
 
+class Calls(nn.Module):
+    """Counts in Python, which a trace would fix."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.calls, self.most = 0, most
+
+    def forward(self, x):
+        self.calls = min(self.calls + 1, self.most)
+        return self.calls * x
+
+
 class Writes(nn.Module):
     def forward(self, x):
         return x.mul_(2)
@@ -370,6 +383,7 @@ class Objects(nn.Module):
         (Listed(), ValueError, "Listed must be a module whose shapes and steps do not depend on values .*, got Tensor.tolist"),
         (Counted(), ValueError, "Counted must be a module whose shapes and steps do not depend on values .*, got aten.index"),
         (Drawn(0.5), ValueError, "Drawn must be a module whose shapes and steps do not depend on .* random numbers"),
+        (nn.Sequential(Calls(100)), ValueError, "leaves its attributes as they are, .* got one that assigns 0.calls"),
         (Writes(), ValueError, "Writes must be a module that writes neither to its inputs nor to its parameters"),
         (Objects(), TypeError, r"y.cache must be a tensor \(output= chooses a part of the result\), got object"),
     ],
@@ -388,6 +402,8 @@ def test_a_value_of_no_input_is_a_constant():
     assert torch.equal(op.fwd(params, draw(4, seed=2), CFG)[0], 6 * draw(4, seed=2))
     op, params = op_from_module(Drawn(0.0), draw(4))
     assert torch.equal(op.fwd(params, draw(4, seed=2), CFG)[0], 2 * draw(4, seed=2)), "never below 0"
+    op, params = op_from_module(Calls(1), draw(4))
+    assert torch.equal(op.fwd(params, draw(4, seed=2), CFG)[0], draw(4, seed=2)), "set by the first call alone"
 
 
 def test_wrong_arguments():

@@ -42,8 +42,8 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     are. Their old values are the module's or, if x is `WithExtras(x, {name: value})`, these.
 
     Raises `TypeError` or `ValueError` for a module whose shapes or steps depend on values of its inputs or on random numbers (with
-    the submodule that asks for them), that writes to its inputs or parameters, or whose result holds anything but tensors; for
-    params of other names; and `RuntimeError` under autocast.
+    the submodule that asks for them), that writes to its inputs or parameters, that changes its attributes in every call, or whose
+    result holds anything but tensors; for params of other names; and `RuntimeError` under autocast.
 
     >>> import torch
     >>> from funcops import TorchConfig, op_from_module
@@ -130,7 +130,14 @@ class OfAModule(Function):
         # a batch norm writes without counting
         found = {*map(id, versions.written()), *[id(b) for name, b in own.items() if not torch.equal(b, before[name])]}
         self.written = tuple([name for name, b in own.items() if id(b) in found])
-        return trace_module(f"{self.label}_fwd", self.module, run, given, asked)
+        self.outside.values()  # what the first call alone changes, such as a table that it makes, may stay changed
+        settled = self.outside.frozen
+        traced = trace_module(f"{self.label}_fwd", self.module, run, given, asked)
+        self.outside.values()
+        if changed := self.outside.changed(settled):
+            wanted = "a module whose forward leaves its attributes as they are, as a trace does not run it again"
+            fail(f"{self.label}_fwd", self.label, wanted, f"one that assigns {changed}")
+        return traced
 
     _own: Any = None
 

@@ -235,11 +235,12 @@ class Function:
         key: Any = (cfg, repr(cfg), needs, count, shapes, tuple([(t.shape, t.stride(), t.dtype, t.device) for t in flat]), *mode)
         found = memo[1].get(key)
         if found is not None and found.graphs.placed:
-            key = *key, tuple([t.storage_offset() for t in flat])
-            found = memo[1].get(key)
+            found = memo[1].get((key, _offsets(flat)))
         if found is None:
             with _one_at_a_time:
                 found = memo[1][key] = self._trace(cfg, needs, params_shape, x_shape, flat, count)
+            if found.graphs.placed:
+                memo[1][key, _offsets(flat)] = found
         return found
 
     def _trace(self, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any, leaves: list[Tensor], count: int) -> Traced:
@@ -327,6 +328,10 @@ class Function:
         if own.graphs.passes and node is pending and into is None:
             dparams = _unshared(dparams, node.kept)
         return accumulate(label, dparams, into)
+
+
+def _offsets(leaves: list[Tensor]) -> tuple[int, ...]:
+    return tuple([int(t.storage_offset()) for t in leaves])
 
 
 _USUAL = {Tensor, torch.nn.Parameter}

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from funcops.engine.errors import join_path
+
 LONGEST = 64  # of the lists and dicts of plain values whose values are compared by their reprs at every call
 LARGEST = 2**20  # of the arrays whose bytes are compared
 CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
@@ -169,6 +171,18 @@ class OfModule:
     def names(self) -> dict[int, str]:
         return names_of_tensors(self.reads) | {id(b): name for name, b in self.module.named_buffers()}
 
+    def changed(self, before: Any) -> str:
+        """The path of the first attribute that has changed since `frozen` was `before`, or ""."""
+        if self.frozen == before:
+            return ""
+        parts = dict(self.module.named_modules())
+        if len(parts) == len(self.frozen[0]) == len(before[0]):
+            for path, (own, _), (was, _) in zip(parts, self.frozen[0], before[0], strict=True):
+                for name in own:
+                    if name not in was or own[name] != was[name]:
+                        return join_path(path, name)
+        return "a part, or an attribute of an object that it holds"
+
     def _same(self) -> bool:
         live, values = self.live
         if sum(map(len, live)) != len(values) or not all(map(operator.is_, itertools.chain.from_iterable(live), values)):
@@ -208,7 +222,8 @@ def _containers(values: list[Any]) -> list[Any]:
     return list(found.values())
 
 
-_MEMBERS = ("training", "_parameters", "_buffers", "_modules")
+# the last two are what a recurrent module makes of its parameters whenever one is swapped
+_MEMBERS = ("training", "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")
 _OPAQUE = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
 
