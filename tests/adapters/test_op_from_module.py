@@ -7,7 +7,7 @@ import types
 import optree
 import pytest
 import torch
-from products import Products
+from products import Products, saved_by
 from torch import nn
 
 from funcops import (
@@ -222,22 +222,13 @@ def test_gradients_are_autograds_to_the_bit(name):
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "lazy view"])
 def test_fewer_bytes_than_autograd(name):
     module, x = made(name)
-    own = {t.untyped_storage()._cdata for t in [*module.parameters(), *module.buffers(), *plain(x)]}
-    saved = {}
-
-    def pack(t):
-        if t.untyped_storage()._cdata not in own:
-            saved[t.untyped_storage()._cdata] = t.untyped_storage()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = called(module, x)
-    autograd = sum(s.nbytes() for s in saved.values())
+    own = [*module.parameters(), *module.buffers(), *plain(x)]
+    y, autograd = saved_by(lambda: called(module, x), own)
     op, params = op_from_module(*made(name))
     _, residuals = op.fwd(params, x, CFG)
     ours = report(residuals, params, x)
     kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(residuals.kept)}
-    given = {t.untyped_storage()._cdata for t in tensors((params, x))} | own
+    given = {t.untyped_storage()._cdata for t in [*tensors((params, x)), *own]}
     assert ours.kept_bytes == sum(size for key, size in kept.items() if key not in given)
     assert ours.kept_bytes <= autograd
     del y

@@ -48,6 +48,8 @@ NAMES = {
     "._parameters": MODULE,
     "._buffers": MODULE,
     "._modules": MODULE,
+    "._flat_weights": "a recurrent module's list of its parameters, made anew when one is swapped: left out of what is compared",
+    "._flat_weight_refs": "the same, by weak references; test_op_from_module traces a GRU once",
     "._apply": "the hook behind Module.to, which subclasses may override; tests of to, half and to_empty",
     "._forward_hooks": HOOKS,
     "._forward_pre_hooks": HOOKS,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -210,9 +209,8 @@ class _Steps:
         return False
 
     def here(self) -> str:
-        path = self.stack[-1]
-        frames = [f for f in traceback.extract_stack() if "site-packages/torch/" not in f.filename]
-        return f", in its module {path!r}" if path and frames else ""
+        """The module that ran last, which after an error is the one that raised."""
+        return f", in its module {self.stack[-1]!r}" if self.stack[-1] else ""
 
 
 def _never(node: fx.Node) -> bool:

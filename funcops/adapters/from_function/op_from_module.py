@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from funcops.adapters.flatten import Shape, indexed_paths
 from funcops.adapters.from_function.joint import Joint, trace_module
-from funcops.adapters.from_function.op_from_torch import Function, TorchConfig
-from funcops.adapters.from_function.outside import OfModule
+from funcops.adapters.from_function.op_from_torch import TorchConfig, Traces
+from funcops.adapters.from_function.outside import ReadByModule
 from funcops.engine.contract.marks import Versions
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
@@ -59,8 +59,8 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     require_type("op_from_module", "module", module, nn.Module)
     if output is not None:
         require_callable("op_from_module", output=output)
-    own = OfAModule(module, output)
-    params = own._own_params(TorchConfig())
+    own = ModuleTraces(module, output)
+    params = own.own_params(TorchConfig())
     try:
         own.traced(params, example, TorchConfig(), Needs.ALL)  # what cannot be traced is refused here
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -77,18 +77,18 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     return own.op(), params
 
 
-class OfAModule(Function):
-    """The traces of a module."""
+class ModuleTraces(Traces):
+    """The traces of a module, whose forward and buffers are called as a pure function."""
 
     held = True  # a batch, which its loop holds
-    outside: OfModule
+    outside: ReadByModule
 
     def __init__(self, module: nn.Module, output: Callable[[Any], Any] | None) -> None:
-        super().__init__(type(module).__name__, self._call, TorchConfig, self._own_params, OfModule(module))
+        super().__init__(type(module).__name__, self._call, TorchConfig, self.own_params, ReadByModule(module))
         self.module, self.output = module, output
         self.written: tuple[str, ...] = ()  # names of buffers that the forward writes to, of the trace that is made
 
-    def _own_params(self, cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Tensor]:
+    def own_params(self, cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Tensor]:
         """The module's parameters as they are, on this device and in this dtype."""
         return {name: p.detach().to(device, dtype) for name, p in self.module.named_parameters()}
 

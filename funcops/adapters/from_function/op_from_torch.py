@@ -18,7 +18,7 @@ from funcops.adapters.flatten import TensorIndex, flatten, gradients, indexed_pa
 from funcops.adapters.from_function.calls import find_calls
 from funcops.adapters.from_function.cut import Cutter, Graphs
 from funcops.adapters.from_function.joint import Joint, Like, refuse_trained, resolved, trace
-from funcops.adapters.from_function.outside import OfFunction, OfModule
+from funcops.adapters.from_function.outside import ReadByFunction, ReadByModule
 from funcops.engine.contract import rerun
 from funcops.engine.contract.accumulators import accumulate
 from funcops.engine.contract.configs import OpConfig, require_config
@@ -145,17 +145,22 @@ def op_from_torch(
     require_type("op_from_torch", "config", config, type)
     if init is not None:
         require_callable("op_from_torch", init=init)
-    return Function(str(name or getattr(fn, "__name__", type(fn).__name__)), fn, config, init, OfFunction(fn)).op()
+    return Traces(str(name or getattr(fn, "__name__", type(fn).__name__)), fn, config, init, ReadByFunction(fn)).op()
 
 
 _one_at_a_time = threading.RLock()  # torch says by a flag of the whole process that it traces: threads would leave it set
 
 
-class Function:
+class Traces:
     """The state that the functions of one op share: its traces, keyed by all that they depend on."""
 
     def __init__(
-        self, label: str, fn: Callable[..., Any], config: type, init: Callable[..., Any] | None, outside: OfFunction | OfModule
+        self,
+        label: str,
+        fn: Callable[..., Any],
+        config: type,
+        init: Callable[..., Any] | None,
+        outside: ReadByFunction | ReadByModule,
     ) -> None:
         self.label, self.fn, self.config, self.init, self.outside = label, fn, config, init, outside
         self.memo: tuple[Any, dict[Any, Traced]] = (), {}  # the values outside, and the traces that hold for them

@@ -126,7 +126,7 @@ def _held(part: nn.Module) -> Iterator[Any]:
     return itertools.chain(part._parameters.values(), part._buffers.values(), part._modules.values())
 
 
-class OfFunction:
+class ReadByFunction:
     """All that a function reads beside its arguments."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -143,7 +143,7 @@ class OfFunction:
         return names_of_tensors(self.reads)
 
 
-class OfModule:
+class ReadByModule:
     """All that a module's forward reads beside its arguments: its parts and their attributes, what the functions of its classes
     read, and the attributes of objects that it holds, such as a model's config. The values of its parameters are arguments.
 
