@@ -239,7 +239,7 @@ def test_fewer_bytes_than_autograd(name):
 
 @pytest.mark.parametrize(("name", "inner", "outer"), [("block", 4 + 1, 4), ("conv", 2, 2), ("encoder", 4 + 1, 4)])
 def test_each_product_is_in_its_half(name, inner, outer):
-    """Of every linear layer or convolution dx in I and dW in W, and attention's backward in I."""
+    """A linear layer or convolution has its dx in I and its dW in W; attention's backward is in I."""
     module, x = made(name)
     op, params = op_from_module(module, x)
     y, residuals = op.fwd(params, x, CFG)
