@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from funcops.engine.compose.step import check_body
 from funcops.engine.contract.needs import Mask, Needs
@@ -106,14 +106,32 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     require_dtype("fit", dtype)
     require(isinstance(budget, int) and budget is not True and budget > 0, "fit", "budget", "a positive number of bytes", budget)
     require_type("fit", "needs", needs, Needs)
-    followed = _follow(op, cfg, x, dtype, needs)
-    tried = [Tried(name, policy, *followed.under(held)) for name, policy, held in _candidates(*_short(op, cfg, False))]
+    if op.named is None:
+        followed = _follow(op, cfg, x, dtype, needs)
+        tried = [Tried(name, policy, *followed.under(held)) for name, policy, held in _candidates(*_short(op, cfg, False))]
+    else:
+        tried = [Tried(_titled(policy), policy, *cost) for policy, *cost in op.named.plans(x, cfg, needs, budget, _flops)]
     tried.sort(key=lambda one: (one.extra_flops, -one.kept_bytes))
     within = [one for one in tried if one.kept_bytes <= budget]
     least = min(tried, key=lambda one: one.kept_bytes)
     wanted = f"at least {least.kept_bytes:,} bytes ({size_of(least.kept_bytes)}, policy {least.name}, the least of those tried)"
     require(bool(within), "fit", "budget", wanted, f"{budget:,}")
     return Fitted(with_policy(op, within[0].policy), within[0], tried)
+
+
+def _titled(policy: Policy) -> str:
+    return f"recompute {len(policy.rules)} tensors" if policy.rules else "save_all"
+
+
+def _flops(target: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """The floating-point operations of a call of an operator, if it is a matrix product."""
+    packet = getattr(target, "overloadpacket", None)
+    count: Any = ON_CPU.get(packet) or flop_registry.get(packet)  # type: ignore[arg-type]
+    if count is None:
+        return 0
+    if packet in ON_CPU:  # which take shapes
+        args = [tuple(t.shape) if isinstance(t, Tensor) else t for t in args]
+    return int(count(*args, **kwargs, out_val=result))
 
 
 def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:

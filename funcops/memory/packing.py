@@ -70,7 +70,15 @@ def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
     def recompute(residuals: Any, cfg: Any) -> Any:
         return op.recompute(opened(f"{op.name}_recompute", residuals, op.keeps, cfg, RECOMPUTE)[0], cfg)
 
-    changes = {"recompute": recompute, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "products": products, "bwd": bwd}
+    changes = {
+        "named": op.named,
+        "recompute": recompute,
+        "fwd": fwd,
+        "dgrad": dgrad,
+        "wgrad": wgrad,
+        "products": products,
+        "bwd": bwd,
+    }
     return wrap(op, (packed, (op, actions, late)), **(changes if op.recompute else changes | {"recompute": None}))
 
 

@@ -99,6 +99,8 @@ def holders(op: Op, cfg: Any) -> Iterator[Holder]:
                 given = (leaf.program.main, *leaf.program.extras.values()) if leaf.program else ()
                 of_x = value in given if leaf.program else field.of_x
                 yield Holder(join_path(leaf.path, name), action, leaf.whole and of_x, leaf.program, value)
+        for name, action in leaf.op.named.kept(leaf.cfg).items() if leaf.op.named is not None else ():
+            yield Holder(join_path(leaf.path, name), action, False)
 
 
 def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
@@ -161,7 +163,10 @@ def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]
 def kept_fields(residuals: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The fields of residuals or pending and their values, by path, with a repeat's layers written `*`."""
     if isinstance(residuals, Saved):
-        yield from ((join_path(path, name), getattr(residuals, name)) for name in residuals.fields)
+        for name in residuals.fields:
+            here, value = join_path(path, name), getattr(residuals, name)
+            yield here, value
+            yield from ((join_path(here, inner), one) for inner, one in value.items()) if type(value) is dict else ()
     elif residuals is not None:
         for name, part in residuals.items():
             yield from kept_fields(part, join_path(path, "*" if isinstance(name, int) else name))

@@ -272,6 +272,8 @@ def _leaf(op: Op, cfg: Any, path: str, policy: Policy, rerun: bool, left_out: fr
     chosen = {name: policy.action(join_path(path, name)) for name in fields if join_path(path, name) not in left_out}
     if rerun or any(isinstance(action, Recompute) and not fields[name].of_x for name, action in chosen.items()):
         return remat(op)
+    if op.named is not None and policy.rules:
+        op = op.named.under(path, policy)
     waits = {name: policy.action(join_path(path, name), True) for name in _waiting(op, cfg)}
     for name in [name for name, action in waits.items() if isinstance(action, Recompute)]:
         fail("with_policy", "rules", f"without Recompute for {join_path(path, name)}, an input of the backward", "one")
@@ -331,6 +333,9 @@ def kept_paths(op: Op, cfg: Any, path: str = "") -> Iterator[Kept]:
         if not has_parts(own, inner):
             yield from (Kept(join_path(here, name), field) for name, field in own.fields(inner).items())
             yield from (Kept(join_path(here, name), field, True) for name, field in _waiting(own, inner).items())
+            if own.named is not None:
+                of = own.fields(inner)
+                yield from (Kept(join_path(here, name), of[name.partition(".")[0]]) for name in own.named.known(inner))
 
 
 def _waiting(op: Op, cfg: Any) -> dict[str, Field]:

@@ -62,6 +62,7 @@ NAMES = {
     "._global_backward_pre_hooks": HOOKS,
     "._active_ddp_module": "whether a forward runs inside DistributedDataParallel: no public name; read with a default",
     "._c10d_functional": C10D,
+    "._unsafe_view": "what a trace calls the reshaping of a product: no public name; only the name of a kept product needs it",
     "._addmm_activation": BENCH,
     "._exchange_device": BENCH,
     "._maybe_exchange_device": BENCH,

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from funcops.adapters.from_function.calls import CALL
 from funcops.adapters.from_function.joint import Like, draws, is_view, of_schema, writes
 from funcops.engine.errors import fail, join_path
+from funcops.engine.residuals.policy import Action, Compress, Drop, Offload, Policy, Recompute
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
 _OWN = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # of a tensor that the function makes of numbers
@@ -30,7 +31,19 @@ _CHEAP = _FILLS | set(
     "_unsafe_view native_group_norm native_batch_norm cumsum tril triu repeat".split()
 )
 _T = torch.ops.aten.t.default
+_RESHAPED = "_unsafe_view"  # of a result that nothing else reads
 X = None  # the owner of a gradient of x
+KEPT = "kept"  # the field of the residuals with the tensors of the graph
+
+
+class Rules(NamedTuple):
+    """The rules of a policy for what an op at a path keeps."""
+
+    path: str
+    policy: Policy
+
+    def action(self, name: str) -> Action | None:
+        return self.policy.action(join_path(self.path, join_path(KEPT, name)))
 
 
 class Graphs(NamedTuple):
@@ -49,6 +62,8 @@ class Graphs(NamedTuple):
     captured: dict[str, Tensor]  # which the function reads beside its arguments; a backward gets those that it reads as kept ones
     draws: str  # the first operator of the forward that draws random numbers, or ""
     passes: bool  # whether wgrad may return what it was given
+    idle: frozenset[str]  # the kept ones that dgrad only hands on
+    actions: dict[str, Action]  # for kept ones in another form
 
 
 def _name(node: fx.Node) -> str:
@@ -57,12 +72,12 @@ def _name(node: fx.Node) -> str:
     return "" if schema is None else str(schema.name).partition("::")[2]
 
 
-def _cheap(node: fx.Node) -> bool:
+def cheap(node: fx.Node) -> bool:
     """Whether a backward may compute the node again."""
     if node.op == "get_attr" or is_view(node):
         return True
     if node.target is operator.getitem:
-        return _cheap(node.args[0])  # type: ignore[arg-type]
+        return cheap(node.args[0])  # type: ignore[arg-type]
     schema = of_schema(node)
     if schema is None or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
         return False
@@ -81,11 +96,28 @@ def _reads(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.args[:3] if isinstance(n, fx.Node)]
 
 
+def maker(node: fx.Node) -> fx.Node:
+    """The node that computes this one: for an element of a tuple the tuple, for a product in another shape the product."""
+    while node.target is operator.getitem or _name(node) == _RESHAPED:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
 def _base(node: fx.Node) -> fx.Node:
     """The node of whose memory this one is a view."""
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+class Cut(NamedTuple):
+    """The nodes of the two halves, the tensors that are kept for them, and the gradients that they compute."""
+
+    second: set[fx.Node]
+    third: set[fx.Node]
+    kept: list[fx.Node]
+    dx: list[Any]
+    dparams: list[Any]
 
 
 class Cutter:
@@ -124,21 +156,13 @@ class Cutter:
             name = f"captured.{known.get(id(t), i)}"  # two functions may call their variables the same
             self.names[node] = join_path(name, i if name in self.names.values() else None)
         self._name_nodes()
+        self.first = self._with_elements(self._ancestors(self.ys))
 
-    def graphs(self, asked: Sequence[bool]) -> Graphs:
-        """The graphs with the gradients of these leaves, which may be fewer than were traced."""
-        owned = {i: g for i, g in self.grads.items() if asked[i] and i < self.params}
-        dx, dparams = [g for i, g in self.grads.items() if asked[i] and i >= self.params], list(owned.values())
-        first = self._with_elements(self._ancestors(self.ys))
-        second, third = self._halves(self._ancestors([*dx, *dparams]) - first, dx, owned)
-        kept = self._kept(first, [n for n in self.order if n in second | third], [*dx, *dparams])
-        # what each half computes again of the forward
-        again = [self._again(first, kept, part, ends) for part, ends in ((second, dx), (third, dparams))]
-        second, third = second | again[0], third | again[1]
-        waiting = self._crossing(dparams, third)
-        read = {*self._crossing(dx, second), *waiting}
-        found = kept | self.captured.keys()
-        names = [n for n in self.leaves if n in read] + [n for n in self.order if n in read and n in found]
+    def graphs(self, asked: Sequence[bool], rules: Rules | None = None) -> Graphs:
+        """The graphs with the gradients of these leaves, which may be fewer than were traced, under these rules."""
+        actions = {} if rules is None else {n: a for n in self.named() if (a := rules.action(self.names[n])) is not None}
+        first, (second, third, names, dx, dparams) = self.first, self.cut(asked, actions)
+        waiting, handed = self._crossing(dparams, third), self._crossing(dx, second)
         forward = self._part(first, self.leaves, [*self.ys, *[n for n in names if n not in self.inputs]])
         middle = [n for n in waiting if n in second]
         dgrad = self._part(second, [*names, *self.dys], [*dx, *middle])
@@ -165,7 +189,29 @@ class Cutter:
             captured,
             drawn,
             passes,
+            frozenset(map(self._name, set(names) - set(handed))),
+            {self.names[n]: a for n, a in actions.items() if n in names and isinstance(a, Compress | Offload | Drop)},
         )
+
+    def cut(self, asked: Sequence[bool], actions: dict[fx.Node, Action]) -> Cut:
+        """The halves, which compute again what they read of the forward and nobody keeps."""
+        owned = {i: g for i, g in self.grads.items() if asked[i] and i < self.params}
+        dx, dparams = [g for i, g in self.grads.items() if asked[i] and i >= self.params], list(owned.values())
+        second, third = self._halves(self._ancestors([*dx, *dparams]) - self.first, dx, owned)
+        kept = self._kept(self.first, [n for n in self.order if n in second | third], [*dx, *dparams], actions)
+        second |= self._again(self.first, kept, second, dx)
+        # a product is computed again once, in the first half that reads it
+        third |= self._again(self.first, kept | {n for n in second if not cheap(n)}, third, dparams)
+        read = {*self._crossing(dx, second), *self._crossing(dparams, third)}
+        found = kept | self.captured.keys()
+        names = [n for n in self.leaves if n in read] + [n for n in self.order if n in read and n in found]
+        return Cut(second, third, names, dx, dparams)
+
+    def named(self) -> list[fx.Node]:
+        """The tensors of the forward that have a name of their own; not params, nor x if the caller holds it."""
+        own = [] if self.held else self.leaves[self.params :]
+        made = [n for n in self.order if n in self.first and n in self.names and not is_view(n)]
+        return [n for n in (*own, *made) if nbytes(n) is not None]
 
     def _find_captured(self) -> dict[fx.Node, Tensor]:
         """The nodes of tensors that the function reads beside its arguments, one for each, and the tensors."""
@@ -227,12 +273,12 @@ class Cutter:
         """Name the nodes by the modules in which they were computed, if that is known."""
         taken = set(self.names.values())
         for node in self.order:
-            base: Any = node.args[0] if node.target is operator.getitem else node
+            base = maker(node)
             path = node.meta.get("custom", {}).get("input") or base.meta.get("custom", {}).get("path")
-            if path is None or node in self.names:
+            if path is None or node in self.names or [_name(user) for user in node.users] == [_RESHAPED]:
                 continue
             if "input" not in node.meta.get("custom", {}):
-                path = join_path(path, f"{_name(base) or base.name}{node.args[1] if base is not node else ''}")
+                path = join_path(path, f"{_name(base) or base.name}{node.args[1] if node.target is operator.getitem else ''}")
             name, number = path, 2
             while name in taken:
                 name, number = f"{path}.{number}", number + 1
@@ -273,8 +319,10 @@ class Cutter:
         # a gradient that only some of an element's tuple needs stays with the tuple
         return self._with_elements(inner), backward - inner
 
-    def _kept(self, first: set[fx.Node], backward: list[fx.Node], ends: list[Any]) -> set[fx.Node]:
+    def _kept(self, first: set[fx.Node], backward: list[fx.Node], ends: list[Any], actions: dict[fx.Node, Action]) -> set[fx.Node]:
         """The values of the forward that are residuals: a min cut over bytes."""
+        free = {maker(node) for node, action in actions.items() if isinstance(action, Recompute) and not draws(maker(node))}
+        saved = {node for node, action in actions.items() if not isinstance(action, Recompute)}
         read = {n for node in backward for n in _reads(node)} | {n for n in ends if n is not None}
         counted = {*first, *([] if self.held else self.leaves[self.params :])}
         wanted = [n for n in read if n in counted]
@@ -288,10 +336,11 @@ class Cutter:
             size = nbytes(node)
             if size is not None and not (node in first and is_view(node)):
                 # of two equal ones, what a backward reads itself; and fewer tensors rather than more
-                graph.add_edge((node, 0), (node, 1), capacity=1000 * size + 500 - size * (node in read))
+                cost = 1000 * size + 500 - size * (node in read)
+                graph.add_edge((node, 0), (node, 1), capacity=0 if node in saved else cost)
             else:
                 graph.add_edge((node, 0), (node, 1))  # without a bound: a view is kept as its base, a tuple by its elements
-            if node in self.inputs or not _cheap(node):
+            if node in self.inputs or not (cheap(node) or maker(node) in free):
                 graph.add_edge("forward", (node, 0))
             if node in self.inputs:
                 continue
@@ -304,7 +353,7 @@ class Cutter:
         if "forward" not in graph or "backward" not in graph:
             return set()
         _, (before, _) = networkx.minimum_cut(graph, "forward", "backward")
-        return {node for node in reached if (node, 0) in before and (node, 1) not in before}
+        return {node for node in reached if node in saved or ((node, 0) in before and (node, 1) not in before)}
 
     def _again(self, first: set[fx.Node], kept: set[fx.Node], part: set[fx.Node], ends: list[Any]) -> set[fx.Node]:
         """The nodes of the forward that a half computes again."""
@@ -323,8 +372,11 @@ class Cutter:
         read.update({n: None for n in ends if n is not None})
         return [n for n in read if n not in part and (n.op != "get_attr" or n in self.captured)]
 
+    def _name(self, node: fx.Node) -> str:
+        return self.names.get(node, node.name)
+
     def _named(self, nodes: Iterable[fx.Node]) -> dict[str, Like]:
-        return {self.names.get(n, n.name): Like.of(self.captured[n] if n in self.captured else n.meta["val"]) for n in nodes}
+        return {self._name(n): Like.of(self.captured[n] if n in self.captured else n.meta["val"]) for n in nodes}
 
     def _part(self, part: set[fx.Node], inputs: Sequence[fx.Node], results: Sequence[Any]) -> fx.GraphModule:
         graph, copies = fx.Graph(), {}

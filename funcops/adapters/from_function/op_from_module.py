@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.flatten import Shape, indexed_paths
+from funcops.adapters.from_function.cut import KEPT, Rules
 from funcops.adapters.from_function.joint import Joint, trace_module
 from funcops.adapters.from_function.op_from_torch import TorchConfig, Traces
 from funcops.adapters.from_function.outside import ReadByModule
+from funcops.adapters.from_function.plan import plans
 from funcops.engine.contract.marks import Versions
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.errors import describe, differing, fail, join_path, require_callable, require_type
+from funcops.engine.residuals.policy import Action, Policy, Recompute
 from funcops.engine.trees import WithExtras
 
 
@@ -91,6 +95,31 @@ class ModuleTraces(Traces):
     def own_params(self, cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Tensor]:
         """The module's parameters as they are, on this device and in this dtype."""
         return {name: p.detach().to(device, dtype) for name, p in self.module.named_parameters()}
+
+    @property
+    def named(self) -> ModuleTraces:
+        return self
+
+    def known(self, cfg: Any) -> list[str]:
+        cutter = self.whole.last.cutter
+        return [join_path(KEPT, cutter.names[node]) for node in cutter.named()]
+
+    def kept(self, cfg: Any) -> dict[str, Action | None]:
+        last, known = self.whole.last, self.known(cfg)
+        graphs = last.cut(last.asked, self.rules).graphs
+        return {path: graphs.actions.get(n) for n in graphs.kept if (path := join_path(KEPT, n)) in known}
+
+    def under(self, path: str, policy: Policy) -> Op:
+        own = copy.copy(self.whole)
+        own.rules = Rules(path, policy)
+        return own.op()
+
+    def plans(self, x: Any, cfg: Any, needs: Needs, budget: int, flops: Any) -> list[tuple[Policy, int, float]]:
+        found, _, _ = self.whole.traced(self.own_params(cfg), x, cfg, needs)
+        made = list(plans(found.cutter, found.asked, budget, flops))
+        # optional: the rules need not be tried one by one, as each is known to change something
+        again = [Policy({join_path(KEPT, n): Recompute() for n in plan.names}, optional=True) for plan in made]
+        return [(policy, plan.kept_bytes, plan.extra) for policy, plan in zip(again, made, strict=True)]
 
     def names(self, params_shape: Any, x_shape: Any, count: int) -> list[str]:
         paths = {i: join_path("params", path) for i, path in indexed_paths(params_shape, "")}

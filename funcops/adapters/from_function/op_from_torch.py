@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcops.adapters.flatten import TensorIndex, flatten, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.calls import find_calls
-from funcops.adapters.from_function.cut import Cutter, Graphs
+from funcops.adapters.from_function.cut import Cutter, Graphs, Rules
 from funcops.adapters.from_function.joint import Joint, Like, refuse_trained, resolved, trace
 from funcops.adapters.from_function.outside import ReadByFunction, ReadByModule
 from funcops.engine.contract import rerun
@@ -29,6 +29,7 @@ from funcops.engine.contract.rerun import note
 from funcops.engine.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
 from funcops.engine.errors import check, describe, fail, join_path, require, require_callable, require_type, stale
 from funcops.engine.residuals.donate import donate
+from funcops.engine.residuals.forms import from_form, to_form
 from funcops.engine.trees import nothing_like, paths, tree_map_tensors
 
 _autocast_enabled = torch._C._is_any_autocast_enabled
@@ -92,9 +93,13 @@ class Traced:
     def asking(self, needs: Needs) -> Traced:
         """The same trace, which has the gradients of all leaves, cut for fewer of them."""
         asked = _asked(self.params_shape, self.x_shape, [like for like, _ in self.leaves], self.params, needs, self.fixed)
-        if asked not in self.cuts:
-            self.cuts[asked] = dataclasses.replace(self, graphs=self.cutter.graphs(asked), asked=asked)
-        return self.cuts[asked]
+        return self.cut(asked, None)
+
+    def cut(self, asked: tuple[bool, ...], rules: Rules | None) -> Traced:
+        key = asked, rules
+        if key not in self.cuts:
+            self.cuts[key] = dataclasses.replace(self, graphs=self.cutter.graphs(asked, rules), asked=asked)
+        return self.cuts[key]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"cutter": None, "cuts": {}}  # residuals in another process need their graphs, but no other cut
@@ -164,6 +169,9 @@ class Traces:
     ) -> None:
         self.label, self.fn, self.config, self.init, self.outside = label, fn, config, init, outside
         self.memo: tuple[Any, dict[Any, Traced]] = (), {}  # the values outside, and the traces that hold for them
+        self.last: Any = None  # the newest trace
+        self.rules: Rules | None = None
+        self.whole = self  # the one without rules, which traces
 
     def __repr__(self) -> str:
         return self.label
@@ -191,7 +199,7 @@ class Traces:
         rerun.used = True  # from here on a compiler traces what takes notes
         fwd.any_tree = True  # type: ignore[attr-defined]
         made = make_op(self.label, self.config, init=self.init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
-        return made._replace(pending=TorchPending, draws=self.draws)
+        return made._replace(pending=TorchPending, draws=self.draws, named=self.named)
 
     def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
         return trace(f"{self.label}_fwd", run, leaves, asked)
@@ -205,6 +213,7 @@ class Traces:
         return [f"input.{i}" for i in range(count)]
 
     held = False  # whether the caller keeps x anyway
+    named: Any = None  # see `Op.named`
 
     def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor], list[Tensor]]:
         """The trace for these trees, their leaves, and what its graph takes for them."""
@@ -217,13 +226,14 @@ class Traces:
         flat = [t if t.dtype is torch.float32 and not t.is_neg() else resolved(t) for t in leaves]
         noted = note(self, lambda: self._noted(params_shape, x_shape, cfg, flat, count))
         if noted is None:
-            return self._found(params_shape, x_shape, cfg, flat, count, needs), leaves, flat
+            own = self.whole._found(params_shape, x_shape, cfg, flat, count, needs)
+            return own if self.rules is None else own.cut(own.asked, self.rules), leaves, flat
         noted.complain(f"{self.label}_fwd")
         found = _as_traced(f"{self.label}_fwd", noted.traced, leaves, flat)
         return noted.traced.asking(needs), found, list(map(resolved, found))
 
     def _noted(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int) -> Noted:
-        own = self._found(params_shape, x_shape, cfg, flat, count, Needs.ALL)
+        own = self.whole._found(params_shape, x_shape, cfg, flat, count, Needs.ALL)
         if own.graphs.draws:
             remedy = "draw in x instead, or use dropout with a key, or keep its residuals (no remat, no Recompute)"
             got = f"one that calls {own.graphs.draws}: {remedy}"
@@ -246,6 +256,7 @@ class Traces:
                 found = memo[1][key] = self._trace(cfg, needs, params_shape, x_shape, flat, count)
             if found.graphs.placed:
                 memo[1][key, _offsets(flat)] = found
+            self.last = found
         return found
 
     def _trace(self, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any, leaves: list[Tensor], count: int) -> Traced:
@@ -278,7 +289,7 @@ class Traces:
 
     def draws(self, cfg: Any) -> str:
         """See `Op.draws`."""
-        graphs = [one.graphs for key, one in list(self.memo[1].items()) if key[:2] == (cfg, repr(cfg))]
+        graphs = [one.graphs for key, one in list(self.whole.memo[1].items()) if key[:2] == (cfg, repr(cfg))]
         return next((one.draws for one in graphs if one.draws), "")
 
     def forward(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Any, Any]:
@@ -296,6 +307,7 @@ class Traces:
         values, captured = iter(found[count:]), own.graphs.captured
         given = own.graphs.leaves
         kept = {n: leaves[given[n]] if n in given else captured[n] if n in captured else next(values) for n in own.graphs.kept}
+        kept.update({n: to_form(kept[n], action) for n, action in own.graphs.actions.items()})
         node: Any = TorchResiduals
         return unflatten(own.y_shape, found[:count]), node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
 
@@ -306,8 +318,8 @@ class Traces:
             if d is not None:
                 check(label, join_path("dy", i if len(outputs) > 1 else None), d, like.shape, like.dtype)
         dys = [like.zeros() if d is None else like.laid_out("", "", d) for d, like in zip(values, outputs, strict=True)]
-        kept = _laid_out(label, "residuals.kept", own.graphs.kept, residuals.kept)
-        found = own.graphs.dgrad.forward(*kept.values(), *dys)
+        kept = _laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept, own.graphs.idle)
+        found = own.graphs.dgrad.forward(*kept, *dys)
         count = sum(own.asked[own.params :])
         dx = unflatten(own.x_shape, own.spread(found[:count], own.params, len(own.asked)))
         if not residuals.needs.params:
@@ -315,7 +327,7 @@ class Traces:
         middle, waiting = iter(found[count:]), {}
         for n in own.graphs.waiting:
             dy = own.graphs.dys.get(n)
-            waiting[n] = residuals.kept[n] if n in kept else next(middle) if dy is None else dys[dy]
+            waiting[n] = residuals.kept[n] if n in own.graphs.kept else next(middle) if dy is None else dys[dy]
         node: Any = TorchPending
         return dx, node.keep(residuals.cfg, residuals.needs, kept=waiting, traced=own)
 
@@ -327,8 +339,7 @@ class Traces:
             refuse_autocast(label, pending)
         node = open_node(label, pending, TorchPending, cfg)
         own: Traced = node.traced
-        waiting = _laid_out(label, "pending.kept", own.graphs.waiting, node.kept)
-        found = own.graphs.wgrad.forward(*waiting.values())
+        found = own.graphs.wgrad.forward(*_laid_out(label, "pending.kept", own.graphs, own.graphs.waiting, node.kept))
         dparams = unflatten(own.params_shape, own.spread(found, 0, own.params))
         if own.graphs.passes and node is pending and into is None:
             dparams = _unshared(dparams, node.kept)
@@ -362,9 +373,17 @@ def _check_leaves(where: str, params: Any, x: Any) -> None:
             fail(where, path, "a tensor", describe(t), TypeError)
 
 
-def _laid_out(where: str, what: str, likes: dict[str, Like], values: dict[str, Any]) -> dict[str, Tensor]:
-    """The values in the layouts for which a graph was traced."""
-    return {n: t if like.fits(t := values[n]) else like.laid_out(where, f"{what}.{n}", t) for n, like in likes.items()}
+def _laid_out(where: str, what: str, graphs: Graphs, likes: dict[str, Like], values: dict[str, Any], idle: Any = ()) -> list[Any]:
+    """The values in the layouts for which a graph was traced; None for the idle ones."""
+    found = []
+    for n, like in likes.items():
+        t = None if n in idle else values[n]
+        if n in graphs.actions and n not in idle:
+            wanted = "kept, because this half of the backward reads it"
+            require(t is not None, where, f"{what}.{n}", wanted, "dropped (policy)")
+            t = from_form(t)
+        found.append(t if n in idle or like.fits(t) else like.laid_out(where, f"{what}.{n}", t))
+    return found
 
 
 def _unshared(dparams: Any, kept: Any) -> Any:

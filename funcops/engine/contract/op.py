@@ -149,7 +149,11 @@ class Op(NamedTuple):
     `batch_wgrads` joins with others by `join(products, how)` of their class; anything else is added at once. `prefetch`: what it
     can begin before its turn. `layer`: of a linear layer, how rules of fusion run it (`library.ops.linear_layer`). `pausing`: its
     functions as generators that yield while communication is in flight (`engine.contract.pausing`), for `interleave`. `draws`, of
-    an op whose forward may draw from torch's generator: `draws(cfg)` says by which operator it was seen to, or "".
+    an op whose forward may draw from torch's generator: `draws(cfg)` says by which operator it was seen to, or "". `named`, of an
+    op that keeps tensors by names which a trace gave them, is an object: its `known(cfg)` has the paths of all that its last
+    forward could have kept, and `kept(cfg)` of what it kept, with the actions; `under(path, policy)` makes the op that follows the
+    policy's rules, where `path` is its own; for `fit`, `plans(x, cfg, needs, budget, flops)` has policies, the bytes that each
+    keeps for inputs like x, and its extra operations as a share of all, which `flops(operator, args, kwargs, result)` counts.
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
@@ -181,6 +185,7 @@ class Op(NamedTuple):
     layer: Any = None
     pausing: Any = None
     draws: Any = None
+    named: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         wanted = f"called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals)"
@@ -369,5 +374,5 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
         # the products of the other op would go past the new wgrad
         changes.setdefault("products", _products(changes["wgrad"], None))
     # each of these runs the op inside, past the new functions
-    dropped = dict.fromkeys(("recompute", "lower", "prefetch", "layer", "pausing"))
+    dropped = dict.fromkeys(("recompute", "lower", "prefetch", "layer", "pausing", "named"))
     return op._replace(**{"fwd": fwd, **dropped, **changes})
