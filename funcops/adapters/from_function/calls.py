@@ -32,7 +32,7 @@ def find_calls(traced: fx.GraphModule, given: Sequence[Tensor]) -> None:
                     other = call(*args, **kwargs)
                 except (TypeError, RuntimeError, ValueError):  # it takes other arguments
                     continue
-                if _same(found, other):
+                if same_tensors(found, other):
                     node.meta[CALL] = call
                     break
             return found
@@ -48,7 +48,7 @@ def _candidates(name: str) -> Iterator[Callable[..., Any]]:
             yield call
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_tensors(a: Any, b: Any) -> bool:
     """Whether two results are the same tensors, in bits and layout."""
     first, second = tree_leaves(a), tree_leaves(b)
     if len(first) != len(second) or not all(isinstance(one, Tensor) for one in (*first, *second)):

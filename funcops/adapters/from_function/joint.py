@@ -107,18 +107,23 @@ def trace(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool],
         fail(where, "fn", "a function whose shapes and steps do not depend on values", error)
 
 
-def trace_module(where: str, module: nn.Module, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool]) -> Joint:
+def trace_module(
+    where: str, module: nn.Module, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], layers: Any = None
+) -> Joint:
     """`trace` on the leaves themselves, as many models choose another way for tensors without values, and with the path of the
     module in which each node was computed, in `node.meta["custom"]`. It holds what one step of autograd holds. A value that
-    depends neither on a leaf nor on a random number is a constant; to ask for any other raises."""
+    depends neither on a leaf nor on a random number is a constant; to ask for any other raises. `layers`: the `Layers` of it that
+    are traced once."""
     steps, name = _Steps(module), type(module).__name__
     devices = sorted({t.device.index or 0 for t in leaves if t.is_cuda})
     with torch.inference_mode(False), torch.enable_grad(), _hidden_from_hooks(), torch.random.fork_rng(devices), _apart(module):
         with torch.no_grad():
             outputs = [Like.of(y).dense() for y in run(list(leaves))]
         try:
-            with steps, _NoValues(steps.decided), _ValuesOf(steps):
-                return Joint(_joint(run, list(leaves), outputs, asked, steps), tuple(outputs))
+            with steps, _NoValues(steps.decided), _ValuesOf(steps), nullcontext() if layers is None else layers.copied():
+                if layers is not None:
+                    layers.trace_one = steps.trace_layer
+                return Joint(_joint(run, list(leaves), outputs, asked, steps, layers), tuple(outputs))
         except _ReadsValues as error:
             why = f"{error}{steps.here()}"
         except RuntimeError as error:
@@ -207,6 +212,17 @@ class _Steps:
             if not _never(node):
                 todo += node.all_input_nodes
         return False
+
+    def trace_layer(
+        self, path: str, run: Run, leaves: Sequence[Tensor], dys: Sequence[Like], asked: Sequence[bool]
+    ) -> fx.GraphModule:
+        """The joint graph of the module at a path, within the trace of the whole."""
+        before = self.stack, self.seen, self.thread
+        self.stack, self.seen, self.thread = [path], 0, threading.get_ident()  # a device's backward has a thread of its own
+        try:
+            return _joint(run, list(leaves), dys, asked, self)
+        finally:
+            self.stack, self.seen, self.thread = before
 
     def here(self) -> str:
         """The module that ran last, which after an error is the one that raised."""
@@ -305,7 +321,7 @@ def _stand_in(t: Tensor) -> Tensor:
 
 
 def _joint(
-    run: Run, given: list[Tensor], outputs: Sequence[Like], asked: Sequence[bool], steps: _Steps | None = None
+    run: Run, given: list[Tensor], outputs: Sequence[Like], asked: Sequence[bool], steps: _Steps | None = None, layers: Any = None
 ) -> fx.GraphModule:
     """The graph from (leaves, gradients of the outputs) to (outputs, gradients), without writes if torch can remove them."""
 
@@ -323,6 +339,8 @@ def _joint(
 
     dys = [like.zeros() for like in outputs]
     traced = make_fx(joint)(*given, *dys)
+    if layers is not None:
+        layers.expand(traced, len(given))
     return _without_writes(traced, [*given, *dys]) if any(writes(node) for node in traced.graph.nodes) else traced
 
 

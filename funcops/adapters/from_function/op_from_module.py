@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from funcops.adapters.flatten import Shape, indexed_paths
 from funcops.adapters.from_function.cut import KEPT, Rules
-from funcops.adapters.from_function.joint import Joint, trace_module
+from funcops.adapters.from_function.joint import Joint
+from funcops.adapters.from_function.layers import trace_layers
 from funcops.adapters.from_function.op_from_torch import TorchConfig, Traces
 from funcops.adapters.from_function.outside import ReadByModule
 from funcops.adapters.from_function.plan import plans
@@ -37,7 +38,8 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     The module's forward and its autograd backward are traced together, on the tensors of x, and the graph is cut in three: `fwd`;
     `dgrad`, with all that reaches dx or the gradients of two modules; `wgrad`, with what reaches one module's gradients alone.
     Residuals have the names of the modules that computed them. They are the fewest bytes from which the backward is computed
-    without a product or a random number being computed again. The trace itself holds what one step of autograd holds. The module
+    without a product or a random number being computed again. The trace itself holds what one step of autograd holds. Equal layers
+    are traced once, if what they take and give are tensors and plain values. The module
     is traced anew for other shapes, strides and dtypes, another mode or set of parameters that require grad, and after a change of
     an attribute, hook, buffer or submodule, of its config, or of a global that its classes read. What its hooks did during the
     trace is in the graph. Parameters that do not require grad have no gradients.
@@ -161,7 +163,7 @@ class ModuleTraces(Traces):
         self.written = tuple([name for name, b in own.items() if id(b) in found])
         self.outside.values()  # what the first call alone changes, such as a table that it makes, may stay changed
         settled = self.outside.frozen
-        traced = trace_module(f"{self.label}_fwd", self.module, run, given, asked)
+        traced = trace_layers(f"{self.label}_fwd", self.module, run, given, asked)
         self.outside.values()
         if changed := self.outside.changed(settled):
             wanted = "a module whose forward leaves its attributes as they are, as a trace does not run it again"

@@ -195,7 +195,7 @@ class ReadByModule:
         self.parts, self.params = list(self.module.modules()), dict(self.module.named_parameters())
         self.read = [read() for _, read in self.reads]
         own = [values for part in self.parts for values in (vars(part), part._parameters, part._buffers, part._modules)]
-        held = {id(one): one for part in self.parts for name, one in vars(part).items() if name not in _MEMBERS}
+        held = {id(one): one for part in self.parts for name, one in vars(part).items() if name not in MEMBERS}
         objects = [one for one in held.values() if hasattr(one, "__dict__") and not isinstance(one, (*_OPAQUE, *CONTAINERS))]
         inside = _containers([*held.values(), *self.read, *map(vars, objects)])
         self.sets = [(one, frozenset(one)) for one in inside if isinstance(one, set)]
@@ -203,11 +203,11 @@ class ReadByModule:
         self.live = live, tuple(itertools.chain.from_iterable(live))
         # a parameter is an argument, so only its name counts; a part's mode is asked for apart
         parts = [
-            ({n: _by_identity(one) for n, one in vars(part).items() if n not in _MEMBERS}, list(part._parameters))
+            ({n: by_identity(one) for n, one in vars(part).items() if n not in MEMBERS}, list(part._parameters))
             for part in self.parts
         ]
         members = [list(map(Same, (*part._buffers.values(), *part._modules.values()))) for part in self.parts]
-        self.frozen = parts, members, [_frozen(vars(one)) for one in objects], list(map(_by_identity, self.read))
+        self.frozen = parts, members, [_frozen(vars(one)) for one in objects], list(map(by_identity, self.read))
 
 
 def _containers(values: list[Any]) -> list[Any]:
@@ -223,9 +223,9 @@ def _containers(values: list[Any]) -> list[Any]:
 
 
 # the last two are what a recurrent module makes of its parameters whenever one is swapped
-_MEMBERS = ("training", "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")
+MEMBERS = ("training", "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")
 _OPAQUE = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
 
-def _by_identity(value: Any) -> Any:
+def by_identity(value: Any) -> Any:
     return Same(value) if isinstance(value, nn.Module) else _frozen(value)

@@ -1,0 +1,265 @@
+"""Equal layers of a module are traced once: gradients are autograd's to the bit, and what differs among the layers is seen."""
+
+import sys
+
+import pytest
+import torch
+from test_op_from_module import CFG, Block, called, draw, plain, trained
+from torch import nn
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+from funcops import WithExtras, op_from_module, report
+from funcops.engine.trees import tensors
+
+layers = sys.modules["funcops.adapters.from_function.layers"]
+
+
+class Layer(nn.Module):
+    """Its attributes, beside `number`, are read."""
+
+    def __init__(self, number=0, **changes):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.drop = nn.Dropout(0.25)
+        self.register_buffer("gain", torch.full((6,), 1.0 + number))
+        self.number, self.slope, self.config = number, 0.5, {"power": 2}
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+    def forward(self, x, cache=None):
+        if cache is not None:
+            return x * self.number
+        h = self.up(self.norm(x))
+        h = torch.where(h > 0, h, self.slope * h) ** self.config["power"]
+        return x + self.drop(self.down(h)) * self.gain
+
+
+class Stack(nn.Module):
+    """Calls its layers in a row."""
+
+    def __init__(self, made, call=lambda layer, x: layer(x)):
+        super().__init__()
+        self.layers, self.head, self.call = nn.ModuleList(made), nn.Linear(6, 3), call
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return self.head(x)
+
+
+class Crossed(Layer):
+    """Reads a second input twice, whose gradient autograd adds in an order of its own; gives it back, and a number."""
+
+    def forward(self, x, other):
+        return super().forward(x + other * other.sin()), other, {"sum": x.sum().detach(), "none": None}
+
+
+class CrossedStack(Stack):
+    def forward(self, x):
+        other = self.head.weight.sum(0).expand_as(x) * 1.5
+        for layer in self.layers:
+            x, other, extras = layer(x, other)
+        return self.head(x) + extras["sum"]
+
+
+class Normed(Layer):
+    """Batch statistics are written in every call."""
+
+    def __init__(self, number=0):
+        super().__init__(number)
+        self.batch = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return super().forward(self.batch(x))
+
+
+class InPlace(Layer):
+    def forward(self, x):
+        x = super().forward(1 * x)
+        return x.mul_(2).add_(self.gain)
+
+
+class OnInput(Layer):
+    def forward(self, x):
+        return super().forward(x.mul_(1.5))
+
+
+class Counting(Layer):
+    """Reads its number."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + self.number)
+
+
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * (1 + ctx.layer.number), None
+
+
+class ReadLate(Layer):
+    """Reads its number in its backward alone."""
+
+    def forward(self, x):
+        return InBackward.apply(super().forward(x), self)
+
+
+class Unused(Layer):
+    """Gives two results, of which the second gets no gradient."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, self.up(y).sigmoid()
+
+
+def tied():
+    made = [Layer(i) for i in range(3)]
+    made[2].up.weight = made[0].up.weight
+    return made
+
+
+def hooked():
+    made = [Layer(i) for i in range(3)]
+    made[1].up.register_forward_hook(lambda layer, args, out: 2 * out)
+    made[2].register_forward_hook(lambda layer, args, out: 3 * out)
+    return made
+
+
+def replaced():
+    made = [Layer(i) for i in range(3)]
+    made[1].forward = lambda x: made[0].norm(x) + x
+    return made
+
+
+def under(context):
+    def call(layer, x):
+        with context():
+            return layer(x)
+
+    return call
+
+
+def with_cache(layer, x):
+    return layer(x) if layer.number else layer(x, cache=object())
+
+
+def checkpointed(layer, x):
+    return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+
+
+CASES = {  # name: (a stack of layers, the traces of a layer; None if the whole is traced)
+    "equal": (lambda: Stack([Layer(i) for i in range(4)]), 1),
+    "with objects of their own": (lambda: Stack([Block() for _ in range(3)]), 3),
+    "another number": (lambda: Stack([Layer(i, slope=0.5 + i // 2) for i in range(4)]), 2),
+    "another entry of a dict": (lambda: Stack([Layer(i, config={"power": 2 + (i == 1)}) for i in range(3)]), 2),
+    "the number is read": (lambda: Stack([Counting(i) for i in range(3)]), 3),
+    "another mode": (lambda: Stack([Layer(i).train(i != 1) for i in range(3)]), 1),
+    "a frozen one": (lambda: Stack([Layer(i).requires_grad_(i != 1) for i in range(3)]), 2),
+    "tied": (lambda: Stack(tied()), 1),
+    "hooks": (lambda: Stack(hooked()), 2),
+    "another forward": (lambda: Stack(replaced()), 0),
+    "called twice": (lambda: Stack([Layer(i) for i in range(2)], lambda layer, x: layer(layer(x))), 1),
+    "written in place": (lambda: Stack([InPlace(i) for i in range(3)]), 1),
+    "under no_grad": (lambda: Stack([Layer(i) for i in range(3)], under(torch.no_grad)), 0),
+    "under autocast": (lambda: Stack([Layer(i) for i in range(3)], under(lambda: torch.autocast("cpu", torch.bfloat16))), 0),
+    "an object as argument": (lambda: Stack([Layer(i) for i in range(3)], with_cache), 1),
+    "results without a gradient": (lambda: Stack([Unused(i) for i in range(3)], lambda layer, x: layer(x)[0]), 1),
+    "another argument": (lambda: Stack([Layer(i) for i in range(3)], lambda layer, x: layer(x[: 4 - layer.number])), 3),
+    "batch statistics": (lambda: Stack([Normed(i) for i in range(3)]), 0),
+    "gradients in parts": (lambda: CrossedStack([Crossed(i) for i in range(3)]), None),
+    "its number is read in its backward": (lambda: Stack([ReadLate(i) for i in range(3)]), None),
+    "written to the argument": (lambda: Stack([OnInput(i) for i in range(3)], lambda layer, x: layer(1 * x)), None),
+}
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """The layers of each trace that used copies."""
+    used = []
+
+    def noted(where, module, run, leaves, asked, found=None, plain=layers.trace_module):
+        made = plain(where, module, run, leaves, asked, found)
+        used.append(found)
+        return made
+
+    monkeypatch.setattr(layers, "trace_module", noted)
+    return used
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_autograds_to_the_bit(name, traces):
+    build, wanted = CASES[name]
+    torch.manual_seed(0)
+    module, x = build().double(), draw(4, 6)
+    if name == "with objects of their own":
+        x = draw(2, 5, 6)
+    before = {id(part): set(vars(part)) for part in module.modules()}
+    classes = {type(part): dict(vars(type(part))) for part in module.modules()}
+    op, params = op_from_module(module, x)
+    made = traces[-1]
+    assert (None if made is None else sum([len(first.joints) for some in made.firsts.values() for first in some])) == wanted
+    assert before == {id(part): set(vars(part)) for part in module.modules()}
+    assert classes == {cls: dict(vars(cls)) for cls in classes}, "classes are as before"
+    torch.manual_seed(3)
+    y, residuals = op.fwd(params, x, CFG)
+    main = y.main if isinstance(y, WithExtras) else y
+    dx_in = x.clone().requires_grad_()
+    torch.manual_seed(3)
+    want = called(module, 1 * dx_in)
+    assert torch.equal(main, want)
+    dparams, dx = op.bwd(residuals, WithExtras(main, dict.fromkeys(y.extras)) if isinstance(y, WithExtras) else main, CFG)
+    own = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(want, [dx_in, *own.values()], want, allow_unused=True)
+    for path, got, grad in zip(("x", *own), (dx, *[dparams[n] for n in own]), found, strict=True):
+        assert (got is None or not got.any()) if grad is None else torch.equal(got, grad), path
+    assert plain(trained(x))
+
+
+def test_deep_models_cost_hardly_more_traced_operators(monkeypatch):
+    """Beside them there is one `detach` for each parameter, and one empty tensor for each result of a call."""
+    counted = []
+    dispatch = ProxyTorchDispatchMode.__torch_dispatch__
+
+    def count(self, func, *args, **kwargs):
+        counted[-1] += str(func) not in ("aten.detach.default", "aten.empty_strided.default")
+        return dispatch(self, func, *args, **kwargs)
+
+    monkeypatch.setattr(ProxyTorchDispatchMode, "__torch_dispatch__", count)
+    for depth in (2, 32):
+        counted.append(0)
+        op_from_module(Stack([Layer(i) for i in range(depth)]).double(), draw(4, 6))
+    assert 0 < counted[1] <= 1.2 * counted[0], counted
+
+
+def test_residuals_have_the_names_of_their_layers():
+    module, x = Stack([Layer(i) for i in range(3)]).double(), draw(4, 6)
+    op, params = op_from_module(module, x)
+    _, residuals = op.fwd(params, x, CFG)
+    names = [name for name in residuals.kept if not name.startswith("params.")]
+    for i in range(3):
+        assert {name for name in names if f"layers.{i}.up" in name}, names
+        assert residuals.kept[f"captured.layers.{i}.gain"] is module.layers[i].gain
+    assert "layers.0..2" in str(report(residuals, params, x))
+    assert len(tensors(residuals.kept)) == len({id(t) for t in tensors(residuals.kept)})
+
+
+def test_an_interrupt_leaves_the_module_as_it_was():
+    class Stops(Layer):
+        def forward(self, x):
+            if self.config.get("stop") and layers.get_proxy_mode() is not None:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    module = Stack([Stops(i, config={"power": 2, "stop": i == 1}) for i in range(2)]).double()
+    before = [set(vars(part)) for part in module.modules()], dict(vars(Stops))
+    with pytest.raises(KeyboardInterrupt):
+        op_from_module(module, draw(4, 6))
+    assert before == ([set(vars(part)) for part in module.modules()], dict(vars(Stops)))
+    module.layers[1].config["stop"] = False
+    op, params = op_from_module(module.eval(), draw(4, 6))
+    assert torch.equal(op.fwd(params, draw(4, 6), CFG)[0], module(draw(4, 6)))
