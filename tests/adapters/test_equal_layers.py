@@ -8,6 +8,7 @@ from test_op_from_module import CFG, Block, called, draw, plain, trained
 from torch import nn
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
+from benchmarks.memory import peak_of
 from funcops import WithExtras, op_from_module, report
 from funcops.engine.trees import tensors
 
@@ -263,3 +264,36 @@ def test_an_interrupt_leaves_the_module_as_it_was():
     module.layers[1].config["stop"] = False
     op, params = op_from_module(module.eval(), draw(4, 6))
     assert torch.equal(op.fwd(params, draw(4, 6), CFG)[0], module(draw(4, 6)))
+
+
+def test_a_backward_computes_again_right_before_the_reader():
+    """So its peak grows by what is kept, and by gradients of parameters, not by what is computed again."""
+    over = []
+    for depth in (2, 10):
+        module, x = Stack([Block() for _ in range(depth)]).double(), draw(16, 32, 6)
+        op, params = op_from_module(module, x)
+        y, residuals = op.fwd(params, x, CFG)
+        kept = report(residuals, params, x).kept_bytes + sum([p.nbytes for p in params.values()])
+        over.append(peak_of(lambda op=op, r=residuals, y=y: op.bwd(r, y, CFG)))
+        assert over[-1] + kept < peak_of(lambda module=module, x=x: module(x.clone().requires_grad_()).sum().backward())
+    assert over[1] <= 1.1 * over[0] + sum([p.nbytes for p in params.values()]), over
+
+
+def test_one_pass_of_both_halves_computes_nothing_twice():
+    module, x = Block().double(), draw(2, 5, 6)
+    op, params = op_from_module(module, x)
+    graphs = op.fwd(params, x, CFG)[1].traced.graphs
+
+    def names(*parts):
+        return sorted(
+            [
+                str(getattr(n.target, "__name__", n.target)).removesuffix(".default")
+                for part in parts
+                for n in part.graph.nodes
+                if "call" in n.op
+            ]
+        )
+
+    whole, halves = names(graphs.backward), names(graphs.dgrad, graphs.wgrad)
+    assert whole.count("native_layer_norm") == 2 == halves.count("native_layer_norm") // 2
+    assert whole.count("native_layer_norm_backward") == 2 == halves.count("native_layer_norm_backward") // 2

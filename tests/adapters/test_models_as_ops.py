@@ -59,6 +59,8 @@ def test_a_model_has_autograds_gradients_products_and_fewer_bytes(name):
     for n, g in dparams.items():
         autograds = grads.get(n)
         assert torch.equal(g, autograds) if autograds is not None else g is None or not g.any(), n
+    whole, _ = op.bwd(residuals, WithExtras(dy, dict.fromkeys(new)) if new else dy, CFG)
+    assert all([g is None if dparams[n] is None else torch.equal(g, dparams[n]) for n, g in whole.items()]), "in one pass"
     ours = report(residuals, params, batch).kept_bytes
     assert ours <= 0.8 * kept
 

@@ -53,6 +53,7 @@ class Graphs(NamedTuple):
     forward: fx.GraphModule
     dgrad: fx.GraphModule
     wgrad: fx.GraphModule
+    backward: fx.GraphModule  # both halves as one, which computes nothing twice
     outputs: tuple[Like, ...]  # in the layout of their gradients
     kept: dict[str, Like]
     waiting: dict[str, Like]
@@ -142,6 +143,7 @@ class Cutter:
         for node in self.graph.nodes:
             if writes(node):
                 fail(where, "fn", "a function that torch can trace without writes", str(node.target))
+        self.twins: dict[fx.Node, tuple[fx.Node, int, Any]] = {}  # of a node taken apart, the second: the first, and their mask
         self._take_masked_apart()
         self._merge_views()
         nodes = list(self.graph.nodes)
@@ -167,6 +169,7 @@ class Cutter:
         middle = [n for n in waiting if n in second]
         dgrad = self._part(second, [*names, *self.dys], [*dx, *middle])
         wgrad = self._part(third, waiting, dparams)
+        backward = self._part(second | third, [*names, *self.dys], [*dx, *dparams])
         placed = any("as_strided" in str(n.target) for n in self.order)
         captured = {self.names[node]: t for node, t in self.captured.items()}
         drawing = [n for n in self.order if draws(n)]
@@ -180,6 +183,7 @@ class Cutter:
             forward,
             dgrad,
             wgrad,
+            backward,
             self.outputs,
             self._named(names),
             self._named(waiting),
@@ -249,6 +253,7 @@ class Cutter:
             with self.graph.inserting_after(node):
                 twin = self.graph.node_copy(node)
             twin.meta = dict(node.meta)
+            self.twins[twin] = node, at, mask
             twin.args = (*twin.args[:at], [False, *mask[1:]], *twin.args[at + 1 :])
             node.args = (*node.args[:at], [True] + [False] * (len(mask) - 1), *node.args[at + 1 :])
             for user in later:
@@ -379,23 +384,43 @@ class Cutter:
         return {self._name(n): Like.of(self.captured[n] if n in self.captured else n.meta["val"]) for n in nodes}
 
     def _part(self, part: set[fx.Node], inputs: Sequence[fx.Node], results: Sequence[Any]) -> fx.GraphModule:
-        graph, copies = fx.Graph(), {}
+        graph, copies, again = fx.Graph(), dict[fx.Node, fx.Node](), inputs is not self.leaves
         for i, node in enumerate(inputs):
             copies[node] = graph.placeholder(f"i{i}")
-        for node in self.order:
-            if node not in copies and (node in part or node.op == "get_attr"):
-                args = node.args
-                if _of_batch(node) and inputs is not self.leaves:  # its running statistics were brought up to date by the forward
-                    node.args = (*args[:3], None, None, *args[5:])
-                copies[node] = graph.node_copy(node, lambda n: copies[n])
-                if isinstance(call := node.meta.get(CALL), types.MethodDescriptorType):
-                    copies[node].op, copies[node].target = "call_method", call.__name__
-                elif call is not None:
-                    copies[node].target = call
-                node.args = args
+        joined = {twin: found for twin, found in self.twins.items() if twin in part and found[0] in part}
+        masks = {node: (at, mask) for node, at, mask in joined.values()}
+        # what a backward computes again of the forward comes right before its first reader, so that it lives shortly
+        todo = [*(n for n in results if n is not None)][::-1]
+        todo += [n for n in reversed(self.order) if n in part and not (again and n in self.first)]
+        while todo:
+            node = todo[-1]
+            reads = [joined[node][0]] if node in joined else _reads(node) if again else node.all_input_nodes
+            missing = [] if node in copies else [n for n in reads if n not in copies]
+            if missing:
+                todo += missing[::-1]
+                continue
+            todo.pop()
+            if node in joined:
+                copies[node] = copies[joined[node][0]]
+            elif node not in copies:
+                copies[node] = self._copied(node, graph, copies, again, masks.get(node))
         graph.output(tuple(None if n is None else copies[n] for n in results))
         graph.eliminate_dead_code()
         return fx.GraphModule(self.root, graph)
+
+    def _copied(self, node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node], again: bool, mask: Any) -> fx.Node:
+        args = node.args
+        if again and _of_batch(node):  # its running statistics were brought up to date by the forward
+            node.args = (*args[:3], None, None, *args[5:])
+        if mask is not None:
+            node.args = (*args[: mask[0]], mask[1], *args[mask[0] + 1 :])
+        made = graph.node_copy(node, copies.__getitem__)
+        node.args = args
+        if isinstance(call := node.meta.get(CALL), types.MethodDescriptorType):
+            made.op, made.target = "call_method", call.__name__
+        elif call is not None:
+            made.target = call
+        return made
 
 
 def nbytes(node: fx.Node) -> int | None:

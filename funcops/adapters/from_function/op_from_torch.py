@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from funcops.engine.contract.op import Op, config, dgrad_of, make_op, refuse_aut
 from funcops.engine.contract.rerun import note
 from funcops.engine.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
 from funcops.engine.errors import check, describe, fail, join_path, require, require_callable, require_type, stale
-from funcops.engine.residuals.donate import donate
 from funcops.engine.residuals.forms import from_form, to_form
 from funcops.engine.trees import nothing_like, paths, tree_map_tensors
 
@@ -108,6 +107,11 @@ class Traced:
         """dx without gradients."""
         return unflatten(self.x_shape, [None] * len(self.asked))
 
+    def dx(self, found: Any) -> tuple[Any, Iterator[Any]]:
+        """dx, which is first among the results of a graph, and the rest."""
+        count = sum(self.asked[self.params :])
+        return unflatten(self.x_shape, self.spread(found[:count], self.params, len(self.asked))), iter(found[count:])
+
     def spread(self, found: Any, first: int, last: int) -> list[Any]:
         """The gradients `found` of leaves `first` to `last`, among all leaves; None for leaves without a requested gradient."""
         values = iter(found)
@@ -180,18 +184,21 @@ class Traces:
         def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
             return self.forward(params, x, cfg, needs)
 
-        def backward(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
+        def inputs(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
+            return self.inputs(residuals, dy)
+
+        def whole(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
             return self.backward(residuals, dy)
 
-        backward.__name__ = f"{self.label}_dgrad"
-        dgrad = dgrad_of(TorchResiduals)(backward)
+        dgrad = dgrad_of(TorchResiduals, f"{self.label}_dgrad")(inputs)
+        both = dgrad_of(TorchResiduals, f"{self.label}_bwd")(whole)
 
         def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
             return self.weights(pending, cfg, into)
 
         def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
-            dx, waiting = dgrad(residuals, dy, cfg)
-            return wgrad(donate(waiting), cfg, into=into), dx
+            dx, dparams = both(residuals, dy, cfg)
+            return (wgrad(None, cfg, into=into) if dparams is None else accumulate(f"{self.label}_bwd", dparams, into)), dx
 
         def no_params(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
             return None
@@ -311,25 +318,28 @@ class Traces:
         node: Any = TorchResiduals
         return unflatten(own.y_shape, found[:count]), node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
 
-    def backward(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
+    def inputs(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
         own: Traced = residuals.traced
-        label, outputs, values = f"{self.label}_dgrad", own.graphs.outputs, gradients(own.y_shape, dy, [])
-        for i, (d, like) in enumerate(zip(values, outputs, strict=True)):
-            if d is not None:
-                check(label, join_path("dy", i if len(outputs) > 1 else None), d, like.shape, like.dtype)
-        dys = [like.zeros() if d is None else like.laid_out("", "", d) for d, like in zip(values, outputs, strict=True)]
+        label = f"{self.label}_dgrad"
+        dys = _as_traced_dys(label, own, dy)
         kept = _laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept, own.graphs.idle)
         found = own.graphs.dgrad.forward(*kept, *dys)
-        count = sum(own.asked[own.params :])
-        dx = unflatten(own.x_shape, own.spread(found[:count], own.params, len(own.asked)))
+        dx, middle = own.dx(found)
         if not residuals.needs.params:
             return dx, None
-        middle, waiting = iter(found[count:]), {}
+        waiting, given = {}, own.graphs.dys
         for n in own.graphs.waiting:
-            dy = own.graphs.dys.get(n)
-            waiting[n] = residuals.kept[n] if n in own.graphs.kept else next(middle) if dy is None else dys[dy]
+            waiting[n] = residuals.kept[n] if n in own.graphs.kept else dys[given[n]] if n in given else next(middle)
         node: Any = TorchPending
         return dx, node.keep(residuals.cfg, residuals.needs, kept=waiting, traced=own)
+
+    def backward(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
+        own: Traced = residuals.traced
+        label = f"{self.label}_bwd"
+        dys = _as_traced_dys(label, own, dy)
+        kept = _laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept)
+        dx, dparams = own.dx(own.graphs.backward.forward(*kept, *dys))
+        return dx, unflatten(own.params_shape, own.spread(dparams, 0, own.params)) if residuals.needs.params else None
 
     def weights(self, pending: Any, cfg: Any, into: Any) -> Any:
         label, init = f"{self.label}_wgrad", self.init
@@ -384,6 +394,15 @@ def _laid_out(where: str, what: str, graphs: Graphs, likes: dict[str, Like], val
             t = from_form(t)
         found.append(t if n in idle or like.fits(t) else like.laid_out(where, f"{what}.{n}", t))
     return found
+
+
+def _as_traced_dys(label: str, own: Traced, dy: Any) -> list[Tensor]:
+    """The gradients of the outputs in the layouts for which a graph was traced."""
+    outputs, values = own.graphs.outputs, gradients(own.y_shape, dy, [])
+    for i, (d, like) in enumerate(zip(values, outputs, strict=True)):
+        if d is not None:
+            check(label, join_path("dy", i if len(outputs) > 1 else None), d, like.shape, like.dtype)
+    return [like.zeros() if d is None else like.laid_out("", "", d) for d, like in zip(values, outputs, strict=True)]
 
 
 def _unshared(dparams: Any, kept: Any) -> Any:
