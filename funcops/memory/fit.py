@@ -120,7 +120,8 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
 
 
 def _titled(policy: Policy) -> str:
-    return f"recompute {len(policy.rules)} tensors" if policy.rules else "save_all"
+    again = sum([action == Recompute() for _, action in policy.rules])
+    return f"recompute {again} tensors" if again else "save_all"
 
 
 def _flops(target: Any, args: Any, kwargs: Any, result: Any) -> int:

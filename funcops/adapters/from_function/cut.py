@@ -104,7 +104,7 @@ def maker(node: fx.Node) -> fx.Node:
     return node
 
 
-def _base(node: fx.Node) -> fx.Node:
+def base_of(node: fx.Node) -> fx.Node:
     """The node of whose memory this one is a view."""
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
@@ -178,7 +178,7 @@ class Cutter:
         if anew:
             wanted = "a function whose backward draws nothing again (leave out torch.utils.checkpoint around what draws)"
             fail(self.where, "fn", wanted, ", ".join(map(str, anew)))
-        passes = any(g is not None and _base(g) not in third for g in dparams)
+        passes = any(g is not None and base_of(g) not in third for g in dparams)
         return Graphs(
             forward,
             dgrad,
@@ -197,12 +197,12 @@ class Cutter:
             {self.names[n]: a for n, a in actions.items() if n in names and isinstance(a, Compress | Offload | Drop)},
         )
 
-    def cut(self, asked: Sequence[bool], actions: dict[fx.Node, Action]) -> Cut:
-        """The halves, which compute again what they read of the forward and nobody keeps."""
+    def cut(self, asked: Sequence[bool], actions: dict[fx.Node, Action], fixed: frozenset[fx.Node] = frozenset()) -> Cut:
+        """The halves, which compute again what they read of the forward and nobody keeps, but for those that are `fixed`."""
         owned = {i: g for i, g in self.grads.items() if asked[i] and i < self.params}
         dx, dparams = [g for i, g in self.grads.items() if asked[i] and i >= self.params], list(owned.values())
         second, third = self._halves(self._ancestors([*dx, *dparams]) - self.first, dx, owned)
-        kept = self._kept(self.first, [n for n in self.order if n in second | third], [*dx, *dparams], actions)
+        kept = self._kept(self.first, [n for n in self.order if n in second | third], [*dx, *dparams], actions, fixed)
         second |= self._again(self.first, kept, second, dx)
         # a product is computed again once, in the first half that reads it
         third |= self._again(self.first, kept | {n for n in second if not cheap(n)}, third, dparams)
@@ -324,7 +324,14 @@ class Cutter:
         # a gradient that only some of an element's tuple needs stays with the tuple
         return self._with_elements(inner), backward - inner
 
-    def _kept(self, first: set[fx.Node], backward: list[fx.Node], ends: list[Any], actions: dict[fx.Node, Action]) -> set[fx.Node]:
+    def _kept(
+        self,
+        first: set[fx.Node],
+        backward: list[fx.Node],
+        ends: list[Any],
+        actions: dict[fx.Node, Action],
+        fixed: frozenset[fx.Node],
+    ) -> set[fx.Node]:
         """The values of the forward that are residuals: a min cut over bytes."""
         free = {maker(node) for node, action in actions.items() if isinstance(action, Recompute) and not draws(maker(node))}
         saved = {node for node, action in actions.items() if not isinstance(action, Recompute)}
@@ -345,7 +352,7 @@ class Cutter:
                 graph.add_edge((node, 0), (node, 1), capacity=0 if node in saved else cost)
             else:
                 graph.add_edge((node, 0), (node, 1))  # without a bound: a view is kept as its base, a tuple by its elements
-            if node in self.inputs or not (cheap(node) or maker(node) in free):
+            if node in self.inputs or node in fixed or not (cheap(node) or maker(node) in free):
                 graph.add_edge("forward", (node, 0))
             if node in self.inputs:
                 continue

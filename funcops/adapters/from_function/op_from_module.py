@@ -20,7 +20,7 @@ from funcops.engine.contract.marks import Versions
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.errors import describe, differing, fail, join_path, require_callable, require_type
-from funcops.engine.residuals.policy import Action, Policy, Recompute
+from funcops.engine.residuals.policy import Action, Policy
 from funcops.engine.trees import WithExtras
 
 
@@ -118,10 +118,12 @@ class ModuleTraces(Traces):
 
     def plans(self, x: Any, cfg: Any, needs: Needs, budget: int, flops: Any) -> list[tuple[Policy, int, float]]:
         found, _, _ = self.whole.traced(self.own_params(cfg), x, cfg, needs)
-        made = list(plans(found.cutter, found.asked, budget, flops))
-        # optional: the rules need not be tried one by one, as each is known to change something
-        again = [Policy({join_path(KEPT, n): Recompute() for n in plan.names}, optional=True) for plan in made]
-        return [(policy, plan.kept_bytes, plan.extra) for policy, plan in zip(again, made, strict=True)]
+        made = {}
+        for plan in plans(found.cutter, found.asked, budget, flops):
+            # optional: the rules need not be tried one by one, as each is known to change something
+            policy = Policy({join_path(KEPT, name): action for name, action in plan.actions.items()}, optional=True)
+            made[policy] = policy, plan.kept_bytes, plan.extra
+        return list(made.values())
 
     def names(self, params_shape: Any, x_shape: Any, count: int) -> list[str]:
         paths = {i: join_path("params", path) for i, path in indexed_paths(params_shape, "")}
