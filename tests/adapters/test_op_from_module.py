@@ -315,7 +315,7 @@ def test_a_part_with_other_buffers():
     assert set(y.extras) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
     assert torch.equal(y.main, module(x)) and all(torch.equal(t, y.extras[n]) for n, t in module.named_buffers())
-    with pytest.raises(ValueError, match="Sequential_fwd: x.extras must be buffers of the module by name .*, got 1.mean"):
+    with pytest.raises(ValueError, match="Sequential_fwd: x.extras must be a key, or buffers of the module by name .*, got 1.mean"):
         op.fwd(params, WithExtras(x, {"1.mean": torch.zeros(6)}), CFG)
 
 

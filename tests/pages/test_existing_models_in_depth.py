@@ -202,7 +202,10 @@ HELD = {  # by how each sentence of the page begins: what holds it
     "Equal layers are traced": f"{ADAPTERS}test_equal_layers.py::test_deep_models_cost_hardly_more_traced_operators",
     "What the forward writes": f"{WHOLE}test_buffers_as_values",
     "A change of the module": f"{WHOLE}test_a_change_of_the_module_is_traced_anew",
-    "It draws random": f"{WHOLE}test_gradients_are_autograds_to_the_bit",
+    "It draws random": (
+        f"{WHOLE}test_gradients_are_autograds_to_the_bit",
+        f"{ADAPTERS}test_keyed_modules.py::test_a_key_makes_it_a_function_that_may_run_again",
+    ),
 }
 
 

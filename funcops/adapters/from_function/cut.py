@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from funcops.adapters.from_function.calls import CALL
 from funcops.adapters.from_function.joint import Like, draws, is_view, of_schema, writes
+from funcops.adapters.from_function.keyed import DRAWS
 from funcops.engine.errors import fail, join_path
 from funcops.engine.residuals.policy import Action, Compress, Drop, Offload, Policy, Recompute
 
@@ -75,7 +76,7 @@ def _name(node: fx.Node) -> str:
 
 def cheap(node: fx.Node) -> bool:
     """Whether a backward may compute the node again."""
-    if node.op == "get_attr" or is_view(node):
+    if node.op == "get_attr" or is_view(node) or node.target in DRAWS.values():
         return True
     if node.target is operator.getitem:
         return cheap(node.args[0])  # type: ignore[arg-type]

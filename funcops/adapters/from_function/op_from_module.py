@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from funcops.adapters.flatten import Shape, indexed_paths
 from funcops.adapters.from_function.cut import KEPT, Rules
 from funcops.adapters.from_function.joint import Joint
+from funcops.adapters.from_function.keyed import draw_by_key
 from funcops.adapters.from_function.layers import trace_layers
 from funcops.adapters.from_function.op_from_torch import TorchConfig, Traces
 from funcops.adapters.from_function.outside import ReadByModule
@@ -20,6 +21,7 @@ from funcops.engine.contract.marks import Versions
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.errors import describe, differing, fail, join_path, require_callable, require_type
+from funcops.engine.random import check_key
 from funcops.engine.residuals.policy import Action, Policy
 from funcops.engine.trees import WithExtras
 
@@ -83,6 +85,9 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     return own.op(), params
 
 
+KEY = "key"  # among the extras of x, by which random numbers are drawn
+
+
 class ModuleTraces(Traces):
     """The traces of a module, whose forward and buffers are called as a pure function."""
 
@@ -133,8 +138,7 @@ class ModuleTraces(Traces):
     def fixed(self, params_shape: Any, x_shape: Any) -> frozenset[int]:
         """Parameters that do not require grad, and buffers."""
         untrained = [params_shape[name].i for name, p in self.outside.params.items() if not p.requires_grad]
-        extras = x_shape.leaves["extras"] if type(x_shape) is Shape and x_shape.cls is WithExtras else {}
-        return frozenset([*untrained, *[i for i, _ in indexed_paths(extras, "")]])
+        return frozenset([*untrained, *[i for i, _ in indexed_paths(_extras(x_shape), "")]])
 
     def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> Any:
         where, wanted = f"{self.label}_fwd", self.outside.params
@@ -144,11 +148,16 @@ class ModuleTraces(Traces):
             fail(where, "params", "the module's parameters by name", differing(params, wanted))
         if isinstance(x, WithExtras):
             buffers = [name for name, _ in self.module.named_buffers()]
-            if odd := [name for name in x.extras if name not in buffers]:
-                fail(where, "x.extras", f"buffers of the module by name ({', '.join(buffers) or 'it has none'})", ", ".join(odd))
+            if odd := [name for name in x.extras if name not in (*buffers, KEY)]:
+                known = f"a key, or buffers of the module by name ({', '.join(buffers) or 'it has none'})"
+                fail(where, "x.extras", known, ", ".join(odd))
+            if KEY in x.extras:
+                if KEY in buffers:
+                    fail(where, "x.extras.key", "for a module without a buffer of that name", "one that has it")
+                check_key(f"{where}, x.extras", x.extras[KEY])
         return super().traced(params, x, cfg, needs)
 
-    def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
+    def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...], x_shape: Any) -> Joint:
         count = len(self.outside.params)
         # its forward may write to its inputs, before that is seen in the graph
         given = [*leaves[:count], *[t.clone() for t in leaves[count:]]]
@@ -170,13 +179,17 @@ class ModuleTraces(Traces):
         if changed := self.outside.changed(settled):
             wanted = "a module whose forward leaves its attributes as they are, as a trace does not run it again"
             fail(f"{self.label}_fwd", self.label, wanted, f"one that assigns {changed}")
+        key = _extras(x_shape).get(KEY)
+        if key is not None:
+            inputs = [node for node in traced.graph.graph.nodes if node.op == "placeholder"]
+            draw_by_key(f"{self.label}_fwd", traced.graph.graph, inputs[key.i])
         return traced
 
     _own: Any = None
 
     def _call(self, params: Any, x: Any, cfg: Any) -> Any:
         where = f"{self.label}_fwd"
-        main, given = (x.main, x.extras) if isinstance(x, WithExtras) else (x, {})
+        main, given = (x.main, {n: b for n, b in x.extras.items() if n != KEY}) if isinstance(x, WithExtras) else (x, {})
         own = self._own
         if own is None:
             buffers = dict(self.module.named_buffers())
@@ -186,6 +199,10 @@ class ModuleTraces(Traces):
         found = torch.func.functional_call(self.module, {**params, **given, **own}, args, kwargs)
         y = _plain(where, "y", found if self.output is None else self.output(found))
         return WithExtras(y, own) if own and self._own is None else y
+
+
+def _extras(x_shape: Any) -> dict[str, Any]:
+    return x_shape.leaves["extras"] if type(x_shape) is Shape and x_shape.cls is WithExtras else {}
 
 
 def _plain(where: str, path: str, y: Any) -> Any:

@@ -208,7 +208,7 @@ class Traces:
         made = make_op(self.label, self.config, init=self.init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
         return made._replace(pending=TorchPending, draws=self.draws, named=self.named)
 
-    def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
+    def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...], x_shape: Any) -> Joint:
         return trace(f"{self.label}_fwd", run, leaves, asked)
 
     def fixed(self, params_shape: Any, x_shape: Any) -> frozenset[int]:
@@ -283,7 +283,7 @@ class Traces:
             return found
 
         with torch.enable_grad():
-            joint = self.joint(run, leaves, asked)
+            joint = self.joint(run, leaves, asked, x_shape)
         # a param at the root belongs to itself, any other to the part of the tree that holds it
         owners = [path.rpartition(".")[0] or path for _, path in indexed_paths(params_shape, "")]
         names = self.names(params_shape, x_shape, len(leaves))
