@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -39,15 +40,19 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                storage = t.untyped_storage()
-                if storage._cdata not in given and storage not in self.seen:
-                    self.seen[storage] = storage.nbytes()
+        given, made = ([t for t in tree_leaves(tree) if _takes_memory(t)] for tree in ((args, kwargs), out))
+        held = {t.untyped_storage()._cdata for t in given}
+        for t in made:
+            storage = t.untyped_storage()
+            if storage._cdata not in held and storage not in self.seen:
+                self.seen[storage] = storage.nbytes()
         self.live = sum(self.seen.values())
         self.peak = max(self.peak, self.live)
         return out
+
+
+def _takes_memory(t: Any) -> bool:
+    return isinstance(t, Tensor) and not isinstance(t, FakeTensor) and not t.is_meta
 
 
 def peak_of(fn: Callable[[], Any]) -> int:

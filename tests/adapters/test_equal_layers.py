@@ -297,3 +297,24 @@ def test_one_pass_of_both_halves_computes_nothing_twice():
     whole, halves = names(graphs.backward), names(graphs.dgrad, graphs.wgrad)
     assert whole.count("native_layer_norm") == 2 == halves.count("native_layer_norm") // 2
     assert whole.count("native_layer_norm_backward") == 2 == halves.count("native_layer_norm_backward") // 2
+
+
+def test_a_trace_holds_one_of_equal_layers_at_a_time():
+    peaks = []
+    for depth in (4, 16):
+        module, x = Stack([Layer(i) for i in range(depth)]).double().eval(), draw(64, 32, 6)
+        autograd = peak_of(lambda m=module, x=x: m(x.clone().requires_grad_()).sum().backward())
+        peaks.append((peak_of(lambda m=module, x=x: op_from_module(m, x)), autograd))
+    (shallow, less), (deep, more) = peaks
+    assert deep - shallow <= 0.25 * (more - less), peaks
+    assert deep - shallow <= 1.2 * 12 * x.nbytes, "the inputs of the layers"
+
+
+def test_the_elements_of_a_tuple_do_not_hold_each_other():
+    """A norm's statistics are read in the backward: its y, which was in the same tuple, is freed in the forward."""
+    module, x = nn.Sequential(*[nn.Sequential(nn.LayerNorm(512), nn.Tanh()) for _ in range(6)]).double(), draw(8, 512)
+    op, params = op_from_module(module, x)
+    order = op.named.last.cutter.order
+    for i, node in enumerate(order):
+        elements = [user for user in node.users if user.target is layers.operator.getitem]
+        assert set(order[i + 1 : i + 1 + len(elements)]) == set(elements)

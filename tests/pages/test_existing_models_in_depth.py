@@ -199,7 +199,10 @@ HELD = {  # by how each sentence of the page begins: what holds it
         f"{WHOLE}test_wrong_arguments",
     ),
     "Every new shape, dtype": f"{WHOLE}test_other_shapes_and_modes_are_other_traces",
-    "Equal layers are traced": f"{ADAPTERS}test_equal_layers.py::test_deep_models_cost_hardly_more_traced_operators",
+    "Equal layers are traced": (
+        f"{ADAPTERS}test_equal_layers.py::test_deep_models_cost_hardly_more_traced_operators",
+        f"{ADAPTERS}test_equal_layers.py::test_a_trace_holds_one_of_equal_layers_at_a_time",
+    ),
     "What the forward writes": f"{WHOLE}test_buffers_as_values",
     "A change of the module": f"{WHOLE}test_a_change_of_the_module_is_traced_anew",
     "It draws random": (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,28 +18,41 @@ _HOMES = (torch, torch._C._nn, torch.Tensor)
 CALL = "call"  # in a node's meta
 
 
-def find_calls(traced: fx.GraphModule, given: Sequence[Tensor]) -> None:
-    """Run the graph once on `given`, and note for each node torch's own function of the same name, if it gave the same bits."""
+def find_calls(
+    root: fx.GraphModule,
+    order: Sequence[fx.Node],
+    values: dict[fx.Node, Any],
+    kept: Container[fx.Node],
+    args_of: Callable[[fx.Node], Any] = operator.attrgetter("args"),
+) -> None:
+    """Run the nodes, whose inputs are in `values`, and note for each torch's own function of the same name, if it gave the same
+    bits. Beside the kept ones, a value is dropped after its last reader."""
+    last = {read: i for i, node in enumerate(order) for read in (node, *node.all_input_nodes)}
+    for i, node in enumerate(order):
+        if node.op == "get_attr":
+            values[node] = operator.attrgetter(str(node.target))(root)
+        else:
+            args, kwargs = fx.node.map_arg((args_of(node), node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            _find_call(node, values[node], args, kwargs)
+            del args, kwargs
+        for read in (node, *node.all_input_nodes):
+            if last[read] == i and read not in kept:
+                values.pop(read, None)
 
-    class Run(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            found = super().run_node(node)
-            schema = of_schema(node)
-            if schema is None or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
-                return found
-            args, kwargs = self.fetch_args_kwargs_from_env(node)
-            for call in _candidates(str(schema.name).partition("::")[2]):
-                try:
-                    other = call(*args, **kwargs)
-                except (TypeError, RuntimeError, ValueError):  # it takes other arguments
-                    continue
-                if same_tensors(found, other):
-                    node.meta[CALL] = call
-                    break
-            return found
 
-    with torch.no_grad():
-        Run(traced).run(*given)
+def _find_call(node: fx.Node, found: Any, args: Any, kwargs: Any) -> None:
+    schema = of_schema(node)
+    if schema is None or CALL in node.meta or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+        return
+    for call in _candidates(str(schema.name).partition("::")[2]):
+        try:
+            other = call(*args, **kwargs)
+        except (TypeError, RuntimeError, ValueError):  # it takes other arguments
+            continue
+        if same_tensors(found, other):
+            node.meta[CALL] = call
+            break
 
 
 def _candidates(name: str) -> Iterator[Callable[..., Any]]:

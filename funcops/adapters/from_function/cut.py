@@ -91,6 +91,11 @@ def _of_batch(node: fx.Node) -> bool:
     return _name(node) == "native_batch_norm" and bool(node.args[5])
 
 
+def args_again(node: fx.Node) -> Any:
+    """The arguments of another run: the forward brought the running statistics up to date."""
+    return (*node.args[:3], None, None, *node.args[5:]) if _of_batch(node) else node.args
+
+
 def _reads(node: fx.Node) -> list[fx.Node]:
     """The nodes that another run of the node needs."""
     if not _of_batch(node):
@@ -103,6 +108,15 @@ def maker(node: fx.Node) -> fx.Node:
     while node.target is operator.getitem or _name(node) == _RESHAPED:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def _with_elements(node: fx.Node) -> list[fx.Node]:
+    """A node and the elements of its tuple, next to it, so that the tuple does not hold the others."""
+    found = [node]
+    for user in node.users:
+        if user.target is operator.getitem:
+            found += _with_elements(user)
+    return found
 
 
 def base_of(node: fx.Node) -> fx.Node:
@@ -148,7 +162,10 @@ class Cutter:
         self._take_masked_apart()
         self._merge_views()
         nodes = list(self.graph.nodes)
-        self.order = [n for n in nodes if n.op not in ("placeholder", "output")]
+        self.order: list[fx.Node] = []
+        for node in nodes:
+            if node.op not in ("placeholder", "output") and node.target is not operator.getitem:
+                self.order += _with_elements(node)
         inputs = [n for n in nodes if n.op == "placeholder"]
         self.dys = inputs[len(leaves) :]
         self.names = dict(zip(inputs, [*leaves, *[f"dy.{i}" for i in range(len(self.dys))]], strict=True))
@@ -397,29 +414,35 @@ class Cutter:
             copies[node] = graph.placeholder(f"i{i}")
         joined = {twin: found for twin, found in self.twins.items() if twin in part and found[0] in part}
         masks = {node: (at, mask) for node, at, mask in joined.values()}
-        # what a backward computes again of the forward comes right before its first reader, so that it lives shortly
-        todo = [*(n for n in results if n is not None)][::-1]
-        todo += [n for n in reversed(self.order) if n in part and not (again and n in self.first)]
-        while todo:
-            node = todo[-1]
-            reads = [joined[node][0]] if node in joined else _reads(node) if again else node.all_input_nodes
-            missing = [] if node in copies else [n for n in reads if n not in copies]
-            if missing:
-                todo += missing[::-1]
-                continue
-            todo.pop()
+        for node in self.in_order(part, inputs, results):
             if node in joined:
                 copies[node] = copies[joined[node][0]]
-            elif node not in copies:
+            else:
                 copies[node] = self._copied(node, graph, copies, again, masks.get(node))
         graph.output(tuple(None if n is None else copies[n] for n in results))
         graph.eliminate_dead_code()
         return fx.GraphModule(self.root, graph)
 
+    def in_order(self, part: set[fx.Node], inputs: Sequence[fx.Node], results: Sequence[Any]) -> list[fx.Node]:
+        """The nodes of a part as they run: what a backward computes again of the forward right before its first reader, so that it
+        lives shortly."""
+        again, done = inputs is not self.leaves, dict.fromkeys(inputs, True)
+        todo = [n for n in results if n is not None][::-1]
+        todo += [n for n in reversed(self.order) if n in part and not (again and n in self.first)]
+        while todo:
+            node = todo[-1]
+            # of a node that was taken apart, the first half comes first
+            reads = [*(_reads(node) if again else node.all_input_nodes), *([self.twins[node][0]] if node in self.twins else ())]
+            missing = [] if node in done else [n for n in reads if n not in done and (n in part or n.op == "get_attr")]
+            if missing:
+                todo += missing[::-1]
+            else:
+                done[todo.pop()] = True
+        return list(done)[len(inputs) :]
+
     def _copied(self, node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node], again: bool, mask: Any) -> fx.Node:
         args = node.args
-        if again and _of_batch(node):  # its running statistics were brought up to date by the forward
-            node.args = (*args[:3], None, None, *args[5:])
+        node.args = args_again(node) if again else args
         if mask is not None:
             node.args = (*args[: mask[0]], mask[1], *args[mask[0] + 1 :])
         made = graph.node_copy(node, copies.__getitem__)

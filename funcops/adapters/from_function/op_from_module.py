@@ -41,10 +41,11 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     `dgrad`, with all that reaches dx or the gradients of two modules; `wgrad`, with what reaches one module's gradients alone.
     Residuals have the names of the modules that computed them. They are the fewest bytes from which the backward is computed
     without a product or a random number being computed again. The trace itself holds what one step of autograd holds. Equal layers
-    are traced once, if what they take and give are tensors and plain values. The module
-    is traced anew for other shapes, strides and dtypes, another mode or set of parameters that require grad, and after a change of
-    an attribute, hook, buffer or submodule, of its config, or of a global that its classes read. What its hooks did during the
-    trace is in the graph. Parameters that do not require grad have no gradients.
+    are traced once, if what they take and give are tensors and plain values: it holds one of these at a time, and all their inputs.
+
+    The module is traced anew for other shapes, strides and dtypes, another mode or set of parameters that require grad, and after a
+    change of an attribute, hook, buffer or submodule, of its config, or of a global that its classes read. What its hooks did in
+    the trace is in the graph. Parameters that do not require grad have no gradients.
 
     Buffers to which the forward writes are values: y is `WithExtras(y, {name: its new value})`, and the module's own stay as they
     are. Their old values are the module's or, if x is `WithExtras(x, {name: value})`, these.

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.flatten import TensorIndex, flatten, gradients, indexed_paths, unflatten
-from funcops.adapters.from_function.calls import find_calls
 from funcops.adapters.from_function.cut import Cutter, Graphs, Rules
 from funcops.adapters.from_function.joint import Joint, Like, refuse_trained, resolved, trace
 from funcops.adapters.from_function.outside import ReadByFunction, ReadByModule
+from funcops.adapters.from_function.plan import run_once
 from funcops.engine.contract import rerun
 from funcops.engine.contract.accumulators import accumulate
 from funcops.engine.contract.configs import OpConfig, require_config
@@ -290,7 +290,7 @@ class Traces:
         cutter = Cutter(where, joint.graph, names, joint.outputs, asked, owners, self.outside.names(), self.held)
         if self.held:
             with torch.random.fork_rng():
-                find_calls(cutter.root, [*map(torch.clone, leaves), *[like.ones() for like in joint.outputs]])
+                run_once(cutter, asked, [*map(torch.clone, leaves)], [like.ones() for like in joint.outputs])
         layouts = tuple([(like, int(t.storage_offset())) for like, t in zip(likes, leaves, strict=True)])
         return Traced(cutter.graphs(asked), params_shape, x_shape, shape[0], asked, count, layouts, cutter, fixed)
 

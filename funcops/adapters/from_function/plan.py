@@ -1,13 +1,16 @@
-"""Which products of a traced graph to compute again, so that what is kept fits into a number of bytes."""
+"""Which products of a traced graph to compute again, so that what is kept fits into a number of bytes; and a run of it that keeps
+little."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from funcops.adapters.from_function.cut import Cut, Cutter, base_of, cheap, maker, nbytes
+from funcops.adapters.from_function.calls import find_calls
+from funcops.adapters.from_function.cut import Cut, Cutter, args_again, base_of, cheap, maker, nbytes
 from funcops.adapters.from_function.joint import draws
 from funcops.engine.residuals.policy import Action, Recompute, Save
 
@@ -39,13 +42,12 @@ def plans(cutter: Cutter, asked: Sequence[bool], budget: int, flops: Callable[[A
         said = {cutter.names[n]: action for n, action in actions.items() if action == Save() or maker(n) in again}
         return Plan(said, kept_bytes(cutter, cut), sum(map(cost, again)) / whole)
 
-    known = cutter.named()
-    own = [node for node in known if not cheap(maker(node)) and not draws(maker(node))]
+    own, necks = _choices(cutter)
     base = cutter.cut(asked, {})
     whole = max(1, sum([cost(node) for node in cutter.first | base.second | base.third]))
     dear = sorted(own, key=lambda node: cost(maker(node)) / max(1, nbytes(node) or 0))
     found = [tried(0), tried(len(dear))]
-    necks, step = [node for node in _necks(cutter) if node in known], 1
+    step = 1
     while not any([plan.kept_bytes <= budget for plan in found if plan is not found[1]]) and step <= 2 * len(necks) + 1:
         fixed = frozenset(necks[step - 1 :: step])
         fewest, most = 0, len(dear)
@@ -57,6 +59,26 @@ def plans(cutter: Cutter, asked: Sequence[bool], budget: int, flops: Callable[[A
             fewest, most = (fewest, middle) if found[-1].kept_bytes <= budget else (middle, most)
         step *= 2
     return found
+
+
+def run_once(cutter: Cutter, asked: Sequence[bool], leaves: Sequence[Tensor], dys: Sequence[Tensor]) -> None:
+    """Find the fastest call of each node, in a run in which each layer is computed again from its own input."""
+    own, necks = _choices(cutter)
+    cut = cutter.cut(asked, {node: Recompute() for node in own if node not in necks}, frozenset(necks))
+    values: dict[fx.Node, Any] = dict(zip(cutter.leaves, leaves, strict=True))
+    kept = {*cut.kept, *cutter.leaves}
+    with torch.no_grad():
+        find_calls(cutter.root, cutter.in_order(cutter.first, cutter.leaves, cutter.ys), values, kept)
+        given = [*cut.kept, *[leaf for leaf in cutter.leaves if leaf not in cut.kept], *cutter.dys]
+        values.update(zip(cutter.dys, dys, strict=True))
+        find_calls(cutter.root, cutter.in_order(cut.second | cut.third, given, [*cut.dx, *cut.dparams]), values, (), args_again)
+
+
+def _choices(cutter: Cutter) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The products and what else is dear, and the necks."""
+    known = cutter.named()
+    own = [node for node in known if not cheap(maker(node)) and not draws(maker(node))]
+    return own, [node for node in _necks(cutter) if node in known]
 
 
 def _necks(cutter: Cutter) -> list[fx.Node]:
