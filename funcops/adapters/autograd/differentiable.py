@@ -50,7 +50,7 @@ class Bound:
 
     def __init__(self, op: Op, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any) -> None:
         self.op, self.cfg, self.needs = op, cfg, needs
-        self.write = gradient_writer(params_shape, x_shape)
+        self.write = gradient_writer(params_shape, x_shape, bool(needs.x))
         self.choice = None if select.choice() == select.DEFAULT else select.choice()
         self.fwd, self.kind, self.bwd = op.fwd, None, op.bwd
         self.slots: Any = None  # made from the first residuals; False if they do not fit

@@ -105,12 +105,15 @@ def _slot(at: str, value: Any, lines: _Lines) -> bool:
     return True
 
 
-def gradient_writer(params_shape: Any, x_shape: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
+def gradient_writer(params_shape: Any, x_shape: Any, of_x: bool = True) -> Callable[[Any, Any], tuple[Any, ...]]:
     """Generate `write(dparams, dx)`, the result of a backward: None for each other argument, then a gradient per leaf of
-    (params, x)."""
+    (params, x). `of_x`: whether any of x needs one; if none does, dx may be None for its whole tree."""
     reads: list[str] = []
     _reads("p", params_shape, reads)
+    count = len(reads)
     _reads("x", x_shape, reads)
+    if not of_x:
+        reads[count:] = ["None"] * (len(reads) - count)
     text = f"def write(p, x):\n    return (None, None, {''.join(f'{read}, ' for read in reads)})\n"
     return compile_source("gradients of saved tensors", text, {})["write"]  # type: ignore[no-any-return]
 
