@@ -9,6 +9,7 @@ import pytest
 import torch
 from products import Products, saved_by
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from funcops import (
     ChainConfig,
@@ -373,6 +374,18 @@ class Calls(nn.Module):
         return self.calls * x
 
 
+class Again(nn.Module):
+    """Its backward runs a part again, with the part's own parameters."""
+
+    def __init__(self, trained):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 7), nn.GELU()).requires_grad_(trained)
+        self.double()
+
+    def forward(self, x):
+        return checkpoint(self.b, self.a(x), use_reentrant=False)
+
+
 class Writes(nn.Module):
     def forward(self, x):
         return x.mul_(2)
@@ -391,6 +404,16 @@ class Objects(nn.Module):
         (Counted(), ValueError, "Counted must be a module whose shapes and steps do not depend on values .*, got aten.index"),
         (Drawn(0.5), ValueError, "Drawn must be a module whose shapes and steps do not depend on .* random numbers"),
         (nn.Sequential(Calls(100)), ValueError, "leaves its attributes as they are, .* got one that assigns 0.calls"),
+        (
+            Again(True),
+            ValueError,
+            "Again must be a module whose backward reads no parameter again .*, got one that reads b.0.weight",
+        ),
+        (
+            Again(False),
+            ValueError,
+            "Again must be a module whose backward reads no parameter again .*, got one that reads b.0.weight",
+        ),
         (Writes(), ValueError, "Writes must be a module that writes neither to its inputs nor to its parameters"),
         (Objects(), TypeError, r"y.cache must be a tensor \(output= chooses a part of the result\), got object"),
     ],

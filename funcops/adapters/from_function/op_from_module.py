@@ -51,7 +51,8 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     are. Their old values are the module's or, if x is `WithExtras(x, {name: value})`, these.
 
     Raises `TypeError` or `ValueError` for a module whose shapes or steps depend on values of its inputs or on random numbers (with
-    the submodule that asks for them), that writes to its inputs or parameters, that changes its attributes in every call, or whose
+    the submodule that asks for them), that writes to its inputs or parameters, whose backward reads parameters again (by
+    `torch.utils.checkpoint`, unless its layer has an equal), that changes its attributes in every call, or whose
     result holds anything but tensors; for params of other names; and `RuntimeError` under autocast.
 
     >>> import torch
@@ -176,6 +177,11 @@ class ModuleTraces(Traces):
         self.outside.values()  # what the first call alone changes, such as a table that it makes, may stay changed
         settled = self.outside.frozen
         traced = trace_layers(f"{self.label}_fwd", self.module, run, given, asked)
+        params = {id(p): name for name, p in self.outside.params.items()}
+        constants = [id(getattr(traced.graph, node.target)) for node in traced.graph.graph.find_nodes(op="get_attr")]
+        if read := [params[one] for one in constants if one in params]:  # outside of its forward, where they are arguments
+            wanted = "a module whose backward reads no parameter again (leave out torch.utils.checkpoint)"
+            fail(f"{self.label}_fwd", self.label, wanted, f"one that reads {read[0]}")
         self.outside.values()
         if changed := self.outside.changed(settled):
             wanted = "a module whose forward leaves its attributes as they are, as a trace does not run it again"
