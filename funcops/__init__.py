@@ -18,7 +18,8 @@ NAME_wgrad (also NAME.config, NAME.init, NAME.fwd and so on; help(NAME) shows it
     mixtures         route, permute, grouped_linear, grouped_qlinear, experts, unpermute
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel, interleave; Step, WithExtras
-Ops of ops           Op, remat, with_policy, op_from_torch, op_from_module (TorchConfig); walk, rewrite (Part)
+Ops of ops           Op, remat, with_policy, op_from_torch, op_from_module (TorchConfig), stages_from_module;
+                     walk, rewrite (Part)
 Requested gradients  Needs
 Residuals            report, diff, quantization_report, donate, pack, unpack, Ledger,
                      checking
@@ -156,6 +157,7 @@ if _TYPE_CHECKING:  # extensions, which are imported at their first use
     from funcops.adapters.from_function import TorchConfig as TorchConfig
     from funcops.adapters.from_function import op_from_module as op_from_module
     from funcops.adapters.from_function import op_from_torch as op_from_torch
+    from funcops.adapters.from_function import stages_from_module as stages_from_module
     from funcops.adapters.profiler import Profile as Profile
     from funcops.adapters.profiler import profile as profile
     from funcops.low_precision.report import quantization_report as quantization_report
@@ -194,6 +196,7 @@ _LATER = {  # names of extensions, and where they are
     "profile": "adapters.profiler",
     "quantization_report": "low_precision.report",
     "remat": "memory.remat",
+    "stages_from_module": "adapters.from_function",
     "with_policy": "memory.policy",
 }
 _PUBLIC = [*_LATER]

@@ -8,6 +8,7 @@ TRACERS, TAMPERED = f"{ADAPTERS}test_tracers_and_swaps.py::", f"{ADAPTERS}test_t
 MIXED, DELAYED, RECIPES = (f"{ADAPTERS}test_{name}.py::" for name in ("mixed_precision", "delayed", "nn_recipes"))
 OPS, AGAIN, NODES = (f"{ADAPTERS}test_{name}.py::" for name in ("from_function", "functions_run_again", "autograd"))
 WHOLE = f"{ADAPTERS}test_op_from_module.py::"
+CUT = f"{ADAPTERS}test_stages_from_module.py::"
 RULES = f"{ADAPTERS}test_policies_in_a_module.py::"
 TWO_RANKS = f"{ADAPTERS}test_distributed.py::test_two_processes_match_one"
 STRIDES, ALIVE = f"{ADAPTERS}test_torchs_layouts.py::test_strides_are_torchs", f"{ADAPTERS}test_bytes_alive.py::"

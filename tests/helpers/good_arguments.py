@@ -162,6 +162,14 @@ OWN = {  # by "module.name", or "name" of funcops itself
         {"pendings": ([], [3])},
     ),
     "op_from_module": Row(lambda: {"module": torch.nn.Linear(4, 4), "example": torch.ones(2, 4), "output": torch.neg}),
+    "stages_from_module": Row(
+        lambda: {
+            "module": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)),
+            "example": torch.ones(2, 4),
+            "cuts": ["1"],
+            "output": torch.neg,
+        }
+    ),
     "op_from_torch": Row(
         lambda: {"fn": doubled, "name": "mine", "config": funcops.TorchConfig, "init": lambda cfg, **k: None},
         {"config": (CFG,)},

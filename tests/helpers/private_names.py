@@ -42,6 +42,8 @@ NAMES = {
     "._cast_if_autocast_enabled": "a helper of transformers' Nemotron, compared with the function that runs",
     "._is_view": "whether a tensor is a view: no public name; tests/distributed tries views and their bases",
     "._str": "the name of the function that makes the text of a tensor: a frame of it says that values are read",
+    "torch.autograd._get_sequence_nr": "no public way to ask which autograd node is older; stages are cut by it",
+    "._sequence_nr": "the same, of a node",
     "._cdata": "a storage's identity: data_ptr is 0 for every empty one and on meta",
     "._metadata": "what state_dict keeps beside its tensors, passed on as it is",
     "._schema": "which arguments an operator writes: OpOverload has no public name for it",

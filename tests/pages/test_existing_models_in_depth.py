@@ -9,6 +9,7 @@ from existing_models import (
     BLOCKS,
     BY_RECIPE,
     BYTES,
+    CUT,
     KEPT_BETWEEN,
     LINKS,
     NN,
@@ -209,6 +210,22 @@ HELD = {  # by how each sentence of the page begins: what holds it
         f"{WHOLE}test_gradients_are_autograds_to_the_bit",
         f"{ADAPTERS}test_keyed_modules.py::test_a_key_makes_it_a_function_that_may_run_again",
     ),
+    "`stages_from_module(module, example, cuts)` traces": (
+        f"{CUT}test_a_chain_of_stages_has_autograds_gradients_to_the_bit",
+        BLOCKS,
+    ),
+    "It returns a chain": f"{CUT}test_a_chain_of_stages_has_autograds_gradients_to_the_bit",
+    "Each step is an": (f"{CUT}test_schedules", f"{CUT}test_pipelines_over_processes"),
+    "`example` has the shapes": f"{CUT}test_schedules",
+    "Losses and gradients are": (f"{CUT}test_schedules", f"{CUT}test_schedules_of_hugging_faces_models"),
+    "All that later stages": f"{CUT}test_what_crosses",
+    "A constant that is": f"{CUT}test_what_crosses",
+    "In dx, each value": f"{CUT}test_what_crosses",
+    "A parameter that several": f"{CUT}test_schedules",
+    "Each process of a": (f"{CUT}test_a_process_without_the_first_stage", f"{CUT}test_pipelines_over_processes"),
+    "An x of other": (f"{CUT}test_other_shapes_and_modes_are_traced_anew", f"{CUT}test_what_no_trace_fits_is_refused"),
+    "A module that writes": f"{CUT}test_what_cannot_be_cut_is_refused",
+    "So does a path": f"{CUT}test_what_cannot_be_cut_is_refused",
 }
 
 

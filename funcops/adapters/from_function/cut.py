@@ -21,8 +21,8 @@ from funcops.adapters.from_function.keyed import DRAWS
 from funcops.engine.errors import fail, join_path
 from funcops.engine.residuals.policy import Action, Compress, Drop, Offload, Policy, Recompute
 
-_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
-_OWN = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # of a tensor that the function makes of numbers
+SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
+OWN = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # of a tensor that the function makes of numbers
 _FILLS = set(
     "arange full zeros ones scalar_tensor full_like zeros_like ones_like new_zeros new_full new_ones empty empty_like".split()
 )
@@ -136,6 +136,28 @@ class Cut(NamedTuple):
     dparams: list[Any]
 
 
+def by_module(node: fx.Node) -> str | None:
+    """The path of the module in which the node was computed, and its operator; None if that is not known."""
+    base = maker(node)
+    path = base.meta.get("custom", {}).get("path")
+    number = node.args[1] if node.target is operator.getitem else ""
+    return None if path is None else join_path(path, f"{_name(base) or base.name}{number}")
+
+
+def unique(path: str, taken: set[str], mark: str = ".") -> str:
+    """The path, with a number if it is taken; takes it."""
+    name, number = path, 2
+    while name in taken:
+        name, number = f"{path}{mark}{number}", number + 1
+    taken.add(name)
+    return name
+
+
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype may have a gradient."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 class Cutter:
     """Assigns each node of a joint graph to the forward, dgrad or wgrad. `owners`: by the number of a leaf of params, the module or
     part of the tree whose leaf it is. `held`: whether the caller keeps x anyway, as params and captured tensors."""
@@ -241,7 +263,7 @@ class Cutter:
         found: dict[fx.Node, Tensor] = {}
         for node in [node for node in self.graph.nodes if node.op == "get_attr"]:
             t = getattr(self.root, node.target)
-            if not isinstance(t, Tensor) or all(user.target in _OWN for user in node.users):
+            if not isinstance(t, Tensor) or all(user.target in OWN for user in node.users):
                 continue
             if first.setdefault(id(t), node) is node:
                 found[node] = t
@@ -252,7 +274,7 @@ class Cutter:
 
     def _drop_aliases(self) -> None:
         for node in list(self.graph.nodes):
-            if node.target in _SAME:
+            if node.target in SAME:
                 node.replace_all_uses_with(node.args[0])
                 self.graph.erase_node(node)
 
@@ -296,17 +318,9 @@ class Cutter:
         """Name the nodes by the modules in which they were computed, if that is known."""
         taken = set(self.names.values())
         for node in self.order:
-            base = maker(node)
-            path = node.meta.get("custom", {}).get("input") or base.meta.get("custom", {}).get("path")
-            if path is None or node in self.names or [_name(user) for user in node.users] == [_RESHAPED]:
-                continue
-            if "input" not in node.meta.get("custom", {}):
-                path = join_path(path, f"{_name(base) or base.name}{node.args[1] if node.target is operator.getitem else ''}")
-            name, number = path, 2
-            while name in taken:
-                name, number = f"{path}.{number}", number + 1
-            taken.add(name)
-            self.names[node] = name
+            path = node.meta.get("custom", {}).get("input") or by_module(node)
+            if path is not None and node not in self.names and [_name(user) for user in node.users] != [_RESHAPED]:
+                self.names[node] = unique(path, taken)
 
     def _ancestors(self, ends: Iterable[Any]) -> set[fx.Node]:
         """The nodes from which the ends are computed, without inputs."""

@@ -94,7 +94,7 @@ class Joint(NamedTuple):
     outputs: tuple[Like, ...]  # in the layout of their gradients
 
 
-def trace(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], steps: _Steps | None = None) -> Joint:
+def trace(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], steps: Steps | None = None) -> Joint:
     """Trace `run(leaves) -> outputs` with the gradients of the leaves that are `asked` for. Hooks on saved tensors that are active
     around the call (a checkpoint's, an offload's) do not see the trace's, which would come with their changes into the graph."""
     try:
@@ -108,13 +108,20 @@ def trace(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool],
 
 
 def trace_module(
-    where: str, module: nn.Module, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], layers: Any = None
+    where: str,
+    module: nn.Module,
+    run: Run,
+    leaves: Sequence[Tensor],
+    asked: Sequence[bool],
+    layers: Any = None,
+    watch: Callable[[nn.Module], Steps] | None = None,
 ) -> Joint:
     """`trace` on the leaves themselves, as many models choose another way for tensors without values, and with the path of the
     module in which each node was computed, in `node.meta["custom"]`. It holds what one step of autograd holds. A value that
     depends neither on a leaf nor on a random number is a constant; to ask for any other raises. `layers`: the `Layers` of it that
-    are traced once."""
-    steps, name = _Steps(module), type(module).__name__
+    are traced once. `watch` makes the `Steps`."""
+    watch, name = watch or Steps, type(module).__name__
+    steps = watch(module)
     devices = sorted({t.device.index or 0 for t in leaves if t.is_cuda})
     with torch.inference_mode(False), torch.enable_grad(), _hidden_from_hooks(), torch.random.fork_rng(devices), _apart(module):
         with torch.no_grad():
@@ -130,7 +137,7 @@ def trace_module(
             if "in-place operation" not in str(error):
                 raise
             fail(where, name, "a module that writes neither to its inputs nor to its parameters", f"{error}{steps.here()}")
-    steps = _Steps(module)
+    steps = watch(module)
     try:  # some ask for values only of tensors that have some
         with steps:
             return trace(where, run, leaves, asked, steps)
@@ -151,7 +158,7 @@ def _apart(module: nn.Module) -> Iterator[None]:
             settings.set_flags(before[0])
 
 
-class _Steps:
+class Steps:
     """The modules of a module that run during its trace. In a block, each node of the graph learns where it was computed."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -190,8 +197,19 @@ class _Steps:
             return
         nodes = mode.tracer.graph.nodes
         for node in itertools.islice(reversed(nodes), len(nodes) - self.seen):
-            node.meta.setdefault("custom", {}).setdefault("path", self.stack[-1])
+            self.label(node.meta.setdefault("custom", {}))
         self.seen = len(nodes)
+
+    def label(self, custom: dict[str, Any]) -> None:
+        """Say in a new node's meta where it was computed."""
+        custom.setdefault("path", self.stack[-1])
+
+    def gradients(self, ys: list[Tensor], dys: list[Tensor], wanted: list[Tensor]) -> list[Any]:
+        """The gradients of the wanted leaves."""
+        return _gradients(ys, dys, wanted)
+
+    def finish(self, traced: fx.GraphModule) -> None:
+        """Change the whole graph, while its writes are still in it."""
 
     def node(self, t: Any) -> fx.Node | None:
         """The node of a tensor in the graph that is being traced."""
@@ -249,7 +267,7 @@ class _ValuesOf(TorchDispatchMode):
 
     runs = True
 
-    def __init__(self, steps: _Steps) -> None:
+    def __init__(self, steps: Steps) -> None:
         super().__init__()
         self.steps = steps
 
@@ -321,7 +339,7 @@ def _stand_in(t: Tensor) -> Tensor:
 
 
 def _joint(
-    run: Run, given: list[Tensor], outputs: Sequence[Like], asked: Sequence[bool], steps: _Steps | None = None, layers: Any = None
+    run: Run, given: list[Tensor], outputs: Sequence[Like], asked: Sequence[bool], steps: Steps | None = None, layers: Any = None
 ) -> fx.GraphModule:
     """The graph from (leaves, gradients of the outputs) to (outputs, gradients), without writes if torch can remove them."""
 
@@ -334,14 +352,20 @@ def _joint(
         wanted = [t for t, ask in zip(own, asked, strict=True) if ask]
         if not pairs or not wanted:
             return ys, [None] * len(wanted)
-        found = torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], allow_unused=True)
-        return ys, list(found)
+        found = _gradients if steps is None else steps.gradients
+        return ys, found([y for y, _ in pairs], [dy for _, dy in pairs], wanted)
 
     dys = [like.zeros() for like in outputs]
     traced = make_fx(joint)(*given, *dys)
     if layers is not None:
         layers.expand(traced, len(given))
+    if steps is not None:
+        steps.finish(traced)
     return _without_writes(traced, [*given, *dys]) if any(writes(node) for node in traced.graph.nodes) else traced
+
+
+def _gradients(ys: list[Tensor], dys: list[Tensor], wanted: list[Tensor]) -> list[Any]:
+    return list(torch.autograd.grad(ys, wanted, dys, allow_unused=True))
 
 
 def _without_writes(traced: fx.GraphModule, given: list[Tensor]) -> fx.GraphModule:

@@ -71,42 +71,38 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
         require_callable("op_from_module", output=output)
     own = ModuleTraces(module, output)
     params = own.own_params(TorchConfig())
-    try:
-        own.traced(params, example, TorchConfig(), Needs.ALL)  # what cannot be traced is refused here
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        if str(error).startswith(f"{own.label}_fwd: "):
-            raise
-        wanted = f"arguments with which {own.label} runs"
-        fail(
-            "op_from_module",
-            "example",
-            wanted,
-            f"{describe(example)}: {error}",
-            type(error) if type(error) is TypeError else ValueError,
-        )
+    tried("op_from_module", own.label, example, lambda: own.traced(params, example, TorchConfig(), Needs.ALL))
     return own.op(), params
 
 
 KEY = "key"  # among the extras of x, by which random numbers are drawn
 
 
-class ModuleTraces(Traces):
-    """The traces of a module, whose forward and buffers are called as a pure function."""
+def tried(where: str, label: str, example: Any, trace: Callable[[], Any]) -> None:
+    """Trace a module on its example; what cannot be traced is refused here."""
+    try:
+        trace()
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if str(error).startswith((f"{label}_fwd: ", f"{where}: ")):
+            raise
+        kind = type(error) if type(error) is TypeError else ValueError
+        fail(where, "example", f"arguments with which {label} runs", f"{describe(example)}: {error}", kind)
 
-    held = True  # a batch, which its loop holds
-    outside: ReadByModule
 
-    def __init__(self, module: nn.Module, output: Callable[[Any], Any] | None) -> None:
-        super().__init__(type(module).__name__, self._call, TorchConfig, self.own_params, ReadByModule(module))
-        self.module, self.output = module, output
-        self.written: tuple[str, ...] = ()  # names of buffers that the forward writes to, of the trace that is made
+def named_leaves(params_shape: Any, x_shape: Any) -> list[str]:
+    """The names of the leaves of params and x, by their paths."""
+    named = [(i, join_path("params", path)) for i, path in indexed_paths(params_shape, "")]
+    return [name for _, name in sorted([*named, *[(i, join_path("x", path)) for i, path in indexed_paths(x_shape, "")]])]
 
-    def own_params(self, cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Tensor]:
-        """The module's parameters as they are, on this device and in this dtype."""
-        return {name: p.detach().to(device, dtype) for name, p in self.module.named_parameters()}
+
+class NamedTraces(Traces):
+    """Traces whose tensors have the names of modules, by which policies reach them."""
+
+    quick = True
+    init: Callable[..., Any]
 
     @property
-    def named(self) -> ModuleTraces:
+    def named(self) -> NamedTraces:
         return self
 
     def known(self, cfg: Any) -> list[str]:
@@ -124,7 +120,7 @@ class ModuleTraces(Traces):
         return own.op()
 
     def plans(self, x: Any, cfg: Any, needs: Needs, budget: int, flops: Any) -> list[tuple[Policy, int, float]]:
-        found, _, _ = self.whole.traced(self.own_params(cfg), x, cfg, needs)
+        found, _, _ = self.whole.traced(self.init(cfg), x, cfg, needs)
         made = {}
         for plan in plans(found.cutter, found.asked, budget, flops):
             # optional: the rules need not be tried one by one, as each is known to change something
@@ -133,9 +129,23 @@ class ModuleTraces(Traces):
         return list(made.values())
 
     def names(self, params_shape: Any, x_shape: Any, count: int) -> list[str]:
-        paths = {i: join_path("params", path) for i, path in indexed_paths(params_shape, "")}
-        paths.update({i: join_path("x", path) for i, path in indexed_paths(x_shape, "")})
-        return [paths[i] for i in range(count)]
+        return named_leaves(params_shape, x_shape)
+
+
+class ModuleTraces(NamedTraces):
+    """The traces of a module, whose forward and buffers are called as a pure function."""
+
+    held = True  # x is a batch, which its loop holds
+    outside: ReadByModule
+
+    def __init__(self, module: nn.Module, output: Callable[[Any], Any] | None) -> None:
+        super().__init__(type(module).__name__, self._call, TorchConfig, self.own_params, ReadByModule(module))
+        self.module, self.output = module, output
+        self.written: tuple[str, ...] = ()  # names of buffers that the forward writes to, of the trace that is made
+
+    def own_params(self, cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Tensor]:
+        """The module's parameters as they are, on this device and in this dtype."""
+        return {name: p.detach().to(device, dtype) for name, p in self.module.named_parameters()}
 
     def fixed(self, params_shape: Any, x_shape: Any) -> frozenset[int]:
         """Parameters that do not require grad, and buffers."""
@@ -176,7 +186,7 @@ class ModuleTraces(Traces):
         self.written = tuple([name for name, b in own.items() if id(b) in found])
         self.outside.values()  # what the first call alone changes, such as a table that it makes, may stay changed
         settled = self.outside.frozen
-        traced = trace_layers(f"{self.label}_fwd", self.module, run, given, asked)
+        traced = self.trace(run, given, asked)
         params = {id(p): name for name, p in self.outside.params.items()}
         constants = [id(getattr(traced.graph, node.target)) for node in traced.graph.graph.find_nodes(op="get_attr")]
         if read := [params[one] for one in constants if one in params]:  # outside of its forward, where they are arguments
@@ -191,6 +201,9 @@ class ModuleTraces(Traces):
             inputs = [node for node in traced.graph.graph.nodes if node.op == "placeholder"]
             draw_by_key(f"{self.label}_fwd", traced.graph.graph, inputs[key.i])
         return traced
+
+    def trace(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
+        return trace_layers(f"{self.label}_fwd", self.module, run, leaves, asked)
 
     _own: Any = None
 

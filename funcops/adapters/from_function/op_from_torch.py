@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.flatten import TensorIndex, flatten, gradients, indexed_paths, unflatten
-from funcops.adapters.from_function.cut import Cutter, Graphs, Rules
+from funcops.adapters.from_function.cut import Cutter, Graphs, Rules, has_gradient
 from funcops.adapters.from_function.joint import Joint, Like, refuse_trained, resolved, trace
 from funcops.adapters.from_function.outside import ReadByFunction, ReadByModule
 from funcops.adapters.from_function.plan import run_once
@@ -157,7 +157,7 @@ def op_from_torch(
     return Traces(str(name or getattr(fn, "__name__", type(fn).__name__)), fn, config, init, ReadByFunction(fn)).op()
 
 
-_one_at_a_time = threading.RLock()  # torch says by a flag of the whole process that it traces: threads would leave it set
+one_at_a_time = threading.RLock()  # torch says by a flag of the whole process that it traces: threads would leave it set
 
 
 class Traces:
@@ -221,6 +221,7 @@ class Traces:
 
     held = False  # whether the caller keeps x anyway
     named: Any = None  # see `Op.named`
+    quick = False  # whether each node of a graph is called in the fastest way
 
     def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor], list[Tensor]]:
         """The trace for these trees, their leaves, and what its graph takes for them."""
@@ -236,7 +237,7 @@ class Traces:
             own = self.whole._found(params_shape, x_shape, cfg, flat, count, needs)
             return own if self.rules is None else own.cut(own.asked, self.rules), leaves, flat
         noted.complain(f"{self.label}_fwd")
-        found = _as_traced(f"{self.label}_fwd", noted.traced, leaves, flat)
+        found = as_traced(f"{self.label}_fwd", noted.traced, leaves, flat)
         return noted.traced.asking(needs), found, list(map(resolved, found))
 
     def _noted(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int) -> Noted:
@@ -252,14 +253,14 @@ class Traces:
         if values != memo[0]:  # an annealed number would leave a trace for each value
             memo = self.memo = values, {}
         # The reprs distinguish 1, 1.0 and True, and 0.0 and -0.0, which are equal but may give different traces.
-        mode = (self.outside.mode(), *_defaults())
+        mode = (self.outside.mode(), *defaults())
         shapes = _named(params_shape), repr(x_shape)
         key: Any = (cfg, repr(cfg), needs, count, shapes, tuple([(t.shape, t.stride(), t.dtype, t.device) for t in flat]), *mode)
         found = memo[1].get(key)
         if found is not None and found.graphs.placed:
             found = memo[1].get((key, _offsets(flat)))
         if found is None:
-            with _one_at_a_time:
+            with one_at_a_time:
                 found = memo[1][key] = self._trace(cfg, needs, params_shape, x_shape, flat, count)
             if found.graphs.placed:
                 memo[1][key, _offsets(flat)] = found
@@ -270,8 +271,7 @@ class Traces:
         where, shape, likes = f"{self.label}_fwd", list[Any](), [Like.of(t) for t in leaves]
         # other leaves than tensors are part of the key, so they are looked at once
         _check_leaves(where, unflatten(params_shape, leaves), unflatten(x_shape, leaves))
-        fixed = self.fixed(params_shape, x_shape)
-        asked = _asked(params_shape, x_shape, likes, count, needs, fixed)
+        asked = _asked(params_shape, x_shape, likes, count, needs, self.fixed(params_shape, x_shape))
 
         def run(flat: Any) -> Any:
             found: list[Tensor] = []
@@ -284,15 +284,22 @@ class Traces:
 
         with torch.enable_grad():
             joint = self.joint(run, leaves, asked, x_shape)
+        return self.made(joint, shape[0], params_shape, x_shape, leaves, count, asked)
+
+    def made(
+        self, joint: Joint, y_shape: Any, params_shape: Any, x_shape: Any, leaves: list[Tensor], count: int, asked: tuple[bool, ...]
+    ) -> Any:
+        """The graphs of a joint graph."""
         # a param at the root belongs to itself, any other to the part of the tree that holds it
         owners = [path.rpartition(".")[0] or path for _, path in indexed_paths(params_shape, "")]
         names = self.names(params_shape, x_shape, len(leaves))
-        cutter = Cutter(where, joint.graph, names, joint.outputs, asked, owners, self.outside.names(), self.held)
-        if self.held:
+        cutter = Cutter(f"{self.label}_fwd", joint.graph, names, joint.outputs, asked, owners, self.outside.names(), self.held)
+        if self.quick:
             with torch.random.fork_rng():
                 run_once(cutter, asked, [*map(torch.clone, leaves)], [like.ones() for like in joint.outputs])
-        layouts = tuple([(like, int(t.storage_offset())) for like, t in zip(likes, leaves, strict=True)])
-        return Traced(cutter.graphs(asked), params_shape, x_shape, shape[0], asked, count, layouts, cutter, fixed)
+        layouts = tuple([(Like.of(t), int(t.storage_offset())) for t in leaves])
+        fixed = self.fixed(params_shape, x_shape)
+        return Traced(cutter.graphs(asked), params_shape, x_shape, y_shape, asked, count, layouts, cutter, fixed)
 
     def draws(self, cfg: Any) -> str:
         """See `Op.draws`."""
@@ -370,7 +377,7 @@ def _named(shape: Any) -> Any:
     return repr(shape)
 
 
-def _defaults() -> tuple[Any, ...]:
+def defaults() -> tuple[Any, ...]:
     """The global state of torch on which a trace depends."""
     return torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()
 
@@ -396,13 +403,14 @@ def _laid_out(where: str, what: str, graphs: Graphs, likes: dict[str, Like], val
     return found
 
 
-def _as_traced_dys(label: str, own: Traced, dy: Any) -> list[Tensor]:
-    """The gradients of the outputs in the layouts for which a graph was traced."""
+def _as_traced_dys(label: str, own: Traced, dy: Any) -> list[Any]:
+    """The gradients of the outputs in the layouts for which a graph was traced; None for integers, of which it reads none."""
     outputs, values = own.graphs.outputs, gradients(own.y_shape, dy, [])
     for i, (d, like) in enumerate(zip(values, outputs, strict=True)):
         if d is not None:
             check(label, join_path("dy", i if len(outputs) > 1 else None), d, like.shape, like.dtype)
-    return [like.zeros() if d is None else like.laid_out("", "", d) for d, like in zip(values, outputs, strict=True)]
+    given = [d if d is not None or not has_gradient(like.dtype) else like.zeros() for d, like in zip(values, outputs, strict=True)]
+    return [d if d is None else like.laid_out("", "", d) for d, like in zip(given, outputs, strict=True)]
 
 
 def _unshared(dparams: Any, kept: Any) -> Any:
@@ -419,11 +427,11 @@ def _asked(
     for shape, side in ((params_shape, needs.param), (x_shape, needs.input)):
         for i, path in indexed_paths(shape, ""):
             wanted = side(path) if path else bool(needs.params if i < count else needs.x)
-            asked.append(bool(wanted and i not in fixed and (leaves[i].dtype.is_floating_point or leaves[i].dtype.is_complex)))
+            asked.append(bool(wanted and i not in fixed and has_gradient(leaves[i].dtype)))
     return tuple(asked)
 
 
-def _as_traced(where: str, own: Traced, leaves: list[Tensor], flat: list[Tensor]) -> list[Tensor]:
+def as_traced(where: str, own: Traced, leaves: list[Tensor], flat: list[Tensor]) -> list[Tensor]:
     """The leaves of a second run in the layout of the first one's, from which they differ if they were offloaded in between."""
     found = []
     for i, ((like, offset), t, plain) in enumerate(zip(own.leaves, leaves, flat, strict=True)):
