@@ -600,19 +600,16 @@ def in_a_ledger(op, params, x, dy):
 
 
 def compiled(op, params, x, dy):
-    """A compiler leaves out what it cannot trace."""
-
     def step(params, x, dy):
         y, residuals = op.fwd(params, x, CFG)
         return y, *op.bwd(residuals, dy, CFG)
 
-    return torch.compile(step, backend="eager")(params, x, dy)
+    return torch.compile(step, backend="eager", fullgraph=True)(params, x, dy)
 
 
 WAYS = (in_a_chain, in_a_repeat, recomputed, by_policy, donated, captured, pickled, in_a_ledger, compiled)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_the_rest_of_the_library_takes_it(way):
     module, x = made("block")

@@ -31,6 +31,7 @@ NAMES = {
     "._dynamo_marked_constant": DYNAMO,
     "torch._inductor.config": INDUCTOR,
     "torch._inductor.config.patch": INDUCTOR,
+    "._is_compiling_flag": "torch.compiler.is_compiling reads it, and has no public way to hide a compiler from a model",
     "torch._dynamo": "its config of floats, read once a compiler runs: torch.compiler has no public name for one",
     "._current_level": "whether torch.autograd.forward_ad is on: no public name; a layer under it would lose tangents in silence",
     "._load_from_state_dict": "the hook that torch.nn documents for subclasses with older state dicts",

@@ -158,6 +158,13 @@ def has_gradient(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def _memory(node: Any) -> fx.Node:
+    """The node whose memory a node is, or may be, a part of: as `base_of`, also through operators that return several views."""
+    while node.target is operator.getitem or any(one.alias_info is not None for one in getattr(of_schema(node), "returns", ())):
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
+
+
 class Cutter:
     """Assigns each node of a joint graph to the forward, dgrad or wgrad. `owners`: by the number of a leaf of params, the module or
     part of the tree whose leaf it is. `held`: whether the caller keeps x anyway, as params and captured tensors."""
@@ -210,7 +217,7 @@ class Cutter:
         dgrad = self._part(second, [*names, *self.dys], [*dx, *middle])
         wgrad = self._part(third, waiting, dparams)
         backward = self._part(second | third, [*names, *self.dys], [*dx, *dparams])
-        placed = any("as_strided" in str(n.target) for n in self.order)
+        placed = any("as_strided" in str(n.target) and _memory(n.args[0]) in self.inputs for n in self.order)
         captured = {self.names[node]: t for node, t in self.captured.items()}
         drawing = [n for n in self.order if draws(n)]
         drawn = next((str(n.target) for n in drawing if n in first), "")

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,16 @@ class Like(NamedTuple):
     def fits(self, t: Any) -> bool:
         """Whether t is a plain tensor of this layout: a quick look."""
         right = type(t) is Tensor and t.dtype is self.dtype and t.shape == self.shape and t.stride() == self.stride
-        return right and not (t.is_neg() or t.is_conj())
+        return right and not torch.compiler.is_dynamo_compiling() and not (t.is_neg() or t.is_conj())  # which it cannot trace
+
+    def fits_strides(self, t: Tensor) -> bool:
+        if not torch.compiler.is_dynamo_compiling():
+            return t.stride() == self.stride
+        # the compiler may have symbols here, and strides of t that it cannot compare, but it knows what is contiguous
+        own = self._replace(shape=tuple(map(index, self.shape)), stride=tuple(map(index, self.stride)))
+        if not own.is_dense():
+            return t.stride() == own.stride
+        return t.permute(sorted(range(len(own.stride)), key=lambda i: -own.stride[i])).is_contiguous()
 
     def laid_out(self, where: str, name: str, t: Any) -> Tensor:
         """t, which must have this shape and dtype, in these strides, for which the graph was traced; a copy only if its strides
@@ -69,7 +79,7 @@ class Like(NamedTuple):
         if not isinstance(t, Tensor) or t.shape != self.shape or t.dtype is not self.dtype:
             fail(where, name, describe(torch.empty(self.shape, dtype=self.dtype, device="meta")), describe(t))
         t = resolved(t)
-        if t.stride() == self.stride or t.numel() == 0:
+        if t.numel() == 0 or self.fits_strides(t):
             return t
         extent = self.extent()
         flat = torch.empty(extent, dtype=t.dtype, device=t.device)

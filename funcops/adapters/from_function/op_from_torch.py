@@ -7,6 +7,7 @@ the residuals, named by the graph's nodes; those that cross the second cut are t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.flatten import TensorIndex, flatten, gradients, indexed_paths, unflatten
+from funcops.adapters.from_function.compiled import Watched, constants, stand_in, uncompiled
 from funcops.adapters.from_function.cut import Cutter, Graphs, Rules, has_gradient
 from funcops.adapters.from_function.joint import Joint, Like, refuse_trained, resolved, trace
 from funcops.adapters.from_function.outside import ReadByFunction, ReadByModule
@@ -56,7 +58,8 @@ class Noted:
     __slots__ = ("marks", "traced")
 
     def __init__(self, traced: Traced) -> None:
-        self.traced, self.marks = traced, {name: mark_of(t) for name, t in traced.graphs.captured.items()}
+        compiling = torch.compiler.is_dynamo_compiling()
+        self.traced, self.marks = traced, {n: None if compiling else mark_of(t) for n, t in traced.graphs.captured.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -70,7 +73,7 @@ class Noted:
 
     def complain(self, where: str) -> None:
         for name, t in self.tensors.items():
-            if version(t) != self.marks[name]:
+            if self.marks[name] is not None and version(t) != self.marks[name]:
                 stale(where, name, hint="The forward runs again: run the backward first, or keep a clone")
 
 
@@ -99,6 +102,12 @@ class Traced:
         if key not in self.cuts:
             self.cuts[key] = dataclasses.replace(self, graphs=self.cutter.graphs(asked, rules), asked=asked)
         return self.cuts[key]
+
+    def asking_while_compiling(self, number: str, *masks: Any) -> str:
+        """The name of `asking`'s trace, as a constant for the compiler."""
+        return _takers[number].watched.kept(self.asking(Needs(*masks)))  # type: ignore[no-any-return]
+
+    asking_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"cutter": None, "cuts": {}}  # residuals in another process need their graphs, but no other cut
@@ -157,6 +166,8 @@ def op_from_torch(
     return Traces(str(name or getattr(fn, "__name__", type(fn).__name__)), fn, config, init, ReadByFunction(fn)).op()
 
 
+_numbers = itertools.count()
+_takers: Any = OpConfig.given_while_tracing.takers  # type: ignore[attr-defined]
 one_at_a_time = threading.RLock()  # torch says by a flag of the whole process that it traces: threads would leave it set
 
 
@@ -176,11 +187,15 @@ class Traces:
         self.last: Any = None  # the newest trace
         self.rules: Rules | None = None
         self.whole = self  # the one without rules, which traces
+        self.watched, self.states = Watched(self._state), dict[Any, int]()
 
     def __repr__(self) -> str:
         return self.label
 
     def op(self) -> Op:
+        self.number = f"op {next(_numbers)}"
+        _takers[self.number] = self
+
         def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
             return self.forward(params, x, cfg, needs)
 
@@ -231,27 +246,57 @@ class Traces:
         x_shape = flatten(x, leaves)
         if not {*map(type, leaves)} <= _USUAL or not all([t.layout is torch.strided for t in leaves]):
             _check_leaves(f"{self.label}_fwd", params, x)
-        flat = [t if t.dtype is torch.float32 and not t.is_neg() else resolved(t) for t in leaves]
-        noted = note(self, lambda: self._noted(params_shape, x_shape, cfg, flat, count))
+        compiling = torch.compiler.is_dynamo_compiling()
+        flat = [resolved(t) if compiling or t.dtype is not torch.float32 or t.is_neg() else t for t in leaves]
+        find, call = self._compiled if compiling else self._ruled, (params_shape, x_shape, cfg, flat, count)
+        noted = note(self, lambda: self._noted(find(*call, Needs.ALL)))
         if noted is None:
-            own = self.whole._found(params_shape, x_shape, cfg, flat, count, needs)
-            return own if self.rules is None else own.cut(own.asked, self.rules), leaves, flat
+            return find(*call, needs), leaves, flat
         noted.complain(f"{self.label}_fwd")
         found = as_traced(f"{self.label}_fwd", noted.traced, leaves, flat)
+        if compiling:
+            id(noted.traced)  # its guard
+            name = noted.traced.asking_while_compiling(self.number, needs.x, needs.params)
+            return getattr(self.watched, name), found, list(map(resolved, found))
         return noted.traced.asking(needs), found, list(map(resolved, found))
 
-    def _noted(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int) -> Noted:
-        own = self.whole._found(params_shape, x_shape, cfg, flat, count, Needs.ALL)
+    def _noted(self, own: Traced) -> Noted:
         if own.graphs.draws:
             remedy = "draw in x instead, or use dropout with a key, or keep its residuals (no remat, no Recompute)"
             got = f"one that calls {own.graphs.draws}: {remedy}"
             fail(f"{self.label}_fwd", self.label, "an op that gives the same when its forward runs again", got)
         return Noted(own)
 
+    def _state(self) -> str:
+        """A text that is another one after a change of what the traces depend on beside their arguments."""
+        return repr(self.states.setdefault((self.outside.values(), self.outside.mode(), *_defaults()), len(self.states)))
+
+    def _compiled(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int, needs: Needs) -> Traced:
+        """The trace of a call in a function that torch.compile traces."""
+        id(cfg)  # the compiler guards on it, as on the state
+        call = self.watched.state, params_shape, x_shape, [constants(t) for t in flat], count, needs.x, needs.params
+        return getattr(self.watched, cfg.given_while_tracing(self.number, call))  # type: ignore[no-any-return]
+
+    def taken(self, cfg: Any, call: Any) -> str:
+        """The name of the trace; see `given_while_tracing`. The compiler has no values, so stand-ins are traced."""
+        _, params_shape, x_shape, likes, count, *masks = call
+        flat = [stand_in(Like(*like)) for like in likes]
+        with uncompiled():
+            own = self._ruled(params_shape, x_shape, cfg, flat, count, Needs(*masks))
+        if own.graphs.placed:
+            got = "one whose graph holds the places of tensors in their memory (as_strided)"
+            fail(f"{self.label}_fwd", self.label, "an op without places in memory, under torch.compile", got)
+        return self.watched.kept(own)
+
+    def _ruled(self, *call: Any) -> Traced:
+        own = self.whole._found(*call)
+        return own if self.rules is None else own.cut(own.asked, self.rules)
+
     def _found(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int, needs: Needs) -> Traced:
         values, memo = self.outside.values(), self.memo
         if values != memo[0]:  # an annealed number would leave a trace for each value
             memo = self.memo = values, {}
+            self.watched.clear()
         # The reprs distinguish 1, 1.0 and True, and 0.0 and -0.0, which are equal but may give different traces.
         mode = (self.outside.mode(), *defaults())
         shapes = _named(params_shape), repr(x_shape)

@@ -18,7 +18,7 @@ import torch
 from typing_extensions import Self, dataclass_transform
 
 from funcops.engine.backend.source import exact
-from funcops.engine.contract.trace_safe_cache import number_while_tracing, reading
+from funcops.engine.contract.trace_safe_cache import given_while_tracing, number_while_tracing, reading
 from funcops.engine.errors import describe, fail, in_html, require_type
 from funcops.engine.trees import constant_paths, paths, stands_for_one
 
@@ -285,6 +285,8 @@ class OpConfig:
     """The paths, in the op's params, of the weights of linear layers."""
     largest: Any = None
     """The function that makes a whole weight's amaxes of the amaxes of its parts on the ranks; None if ranks have whole weights."""
+
+    given_while_tracing = given_while_tracing
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         """The width (size of the last dimension) that x must have, None if any; and the width of y if x has `width`, None if not

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
+
+from funcops.engine.errors import fail
 
 __all__ = ["reading", "remember"]
 
@@ -46,6 +49,21 @@ def number_while_tracing(value: Any) -> int:
 
 # As `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer takes its result as a constant.
 number_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def given_while_tracing(value: Any, taker: str, call: Any) -> Any:
+    """The result of `taken(config, call)` of the object that `takers` has by that name, which Python runs while the compiler
+    traces. It is called as a method of the config, as `number_while_tracing` is; `call` is a tree of constants, and so is the
+    result. Raises `ValueError` for a config that the traced function makes itself, of which Python sees no fields."""
+    fields = getattr(type(value), "__dataclass_fields__", {}).values()
+    if missing := [f.name for f in fields if f.init and f.name not in vars(value)]:
+        wanted = "a config that is made outside of the function that torch.compile traces"
+        fail("torch.compile", type(value).__name__, wanted, f"one made inside, with {', '.join(missing)}")
+    return given_while_tracing.takers[taker].taken(value, call)  # type: ignore[attr-defined]
+
+
+given_while_tracing.takers = WeakValueDictionary()  # type: ignore[attr-defined]
+given_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def equal(a: Any, b: Any) -> bool:
