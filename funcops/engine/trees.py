@@ -478,12 +478,11 @@ def at(tree: Any, path: str) -> Any:
 def _key(tree: dict[Any, Any], path: str) -> tuple[Any, str]:
     """The key of a dict with which a path begins, and the rest of the path. A key may be a number, or contain dots.
     Raises `ValueError` if no key matches and the path does not begin with a number."""
-    name, _, rest = path.partition(".")
-    if name in tree:
-        return name, rest
-    for key in tree:
-        if isinstance(key, str) and (path == key or path.startswith(key + ".")):
+    for dots in range(path.count(".") + 1):  # the longest first, as "a" and "a.2" may be keys of one dict
+        key = path.rsplit(".", dots)[0]
+        if key in tree:
             return key, path[len(key) + 1 :]
+    name, _, rest = path.partition(".")
     return int(name), rest
 
 

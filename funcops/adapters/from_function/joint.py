@@ -97,6 +97,16 @@ def resolved(t: Tensor) -> Tensor:
     return t.resolve_conj().resolve_neg()
 
 
+def copied(t: Tensor) -> Tensor:
+    """A copy of t in its strides and at its place in memory, of which a graph may make use."""
+    if t.numel() == 0:
+        return t.clone()
+    offset, extent = t.storage_offset(), Like.of(t).extent()
+    made = t.new_empty(offset + extent)
+    made[offset:] = t.detach().as_strided((extent,), (1,), offset)
+    return made.as_strided(t.shape, t.stride(), offset)
+
+
 class Joint(NamedTuple):
     """A joint graph, from (leaves, gradients of the outputs) to (outputs, gradients of the leaves that are asked for)."""
 

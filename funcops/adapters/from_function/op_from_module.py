@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcops.adapters.flatten import Shape, indexed_paths
+from funcops.adapters.flatten import Shape, TensorIndex, indexed_paths
 from funcops.adapters.from_function.cut import KEPT, Rules
-from funcops.adapters.from_function.joint import Joint
+from funcops.adapters.from_function.joint import Joint, copied
 from funcops.adapters.from_function.keyed import draw_by_key
 from funcops.adapters.from_function.layers import trace_layers
 from funcops.adapters.from_function.op_from_torch import TorchConfig, Traces
@@ -20,10 +20,10 @@ from funcops.adapters.from_function.plan import plans
 from funcops.engine.contract.marks import Versions
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
-from funcops.engine.errors import describe, differing, fail, join_path, require_callable, require_type
+from funcops.engine.errors import describe, describe_tree, differing, fail, join_path, require_callable, require_type
 from funcops.engine.random import check_key
 from funcops.engine.residuals.policy import Action, Policy
-from funcops.engine.trees import WithExtras
+from funcops.engine.trees import WithExtras, paths
 
 
 def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], Any] | None = None) -> tuple[Op, dict[str, Tensor]]:
@@ -53,7 +53,7 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     Raises `TypeError` or `ValueError` for a module whose shapes or steps depend on values of its inputs or on random numbers (with
     the submodule that asks for them), that writes to its inputs or parameters, whose backward reads parameters again (by
     `torch.utils.checkpoint`, unless its layer has an equal), that changes its attributes in every call, or whose
-    result holds anything but tensors; for params of other names; and `RuntimeError` under autocast.
+    result holds anything but tensors; for arguments that it refuses; for params of other names; and `RuntimeError` under autocast.
 
     >>> import torch
     >>> from funcops import TorchConfig, op_from_module
@@ -71,22 +71,11 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
         require_callable("op_from_module", output=output)
     own = ModuleTraces(module, output)
     params = own.own_params(TorchConfig())
-    tried("op_from_module", own.label, example, lambda: own.traced(params, example, TorchConfig(), Needs.ALL))
+    own.traced(params, example, TorchConfig(), Needs.ALL)  # what cannot be traced is refused here
     return own.op(), params
 
 
 KEY = "key"  # among the extras of x, by which random numbers are drawn
-
-
-def tried(where: str, label: str, example: Any, trace: Callable[[], Any]) -> None:
-    """Trace a module on its example; what cannot be traced is refused here."""
-    try:
-        trace()
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        if str(error).startswith((f"{label}_fwd: ", f"{where}: ")):
-            raise
-        kind = type(error) if type(error) is TypeError else ValueError
-        fail(where, "example", f"arguments with which {label} runs", f"{describe(example)}: {error}", kind)
 
 
 def named_leaves(params_shape: Any, x_shape: Any) -> list[str]:
@@ -149,6 +138,9 @@ class ModuleTraces(NamedTraces):
 
     def fixed(self, params_shape: Any, x_shape: Any) -> frozenset[int]:
         """Parameters that do not require grad, and buffers."""
+        for name, shape in params_shape.items():
+            if type(shape) is not TensorIndex:
+                fail(f"{self.label}_fwd", join_path("params", name), "a tensor", describe(shape), TypeError)
         untrained = [params_shape[name].i for name, p in self.outside.params.items() if not p.requires_grad]
         return frozenset([*untrained, *[i for i, _ in indexed_paths(_extras(x_shape), "")]])
 
@@ -172,7 +164,8 @@ class ModuleTraces(NamedTraces):
     def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...], x_shape: Any) -> Joint:
         count = len(self.outside.params)
         # its forward may write to its inputs, before that is seen in the graph
-        given = [*leaves[:count], *[t.clone() for t in leaves[count:]]]
+        with torch.inference_mode(False):  # an inference tensor has no gradient, but its clone has
+            given = [copied(t) if i >= count or t.is_inference() else t for i, t in enumerate(leaves)]
         # asked before each trace, as another part or shape may have others
         self._own = own = {name: b.clone() for name, b in self.module.named_buffers()}
         versions, before = Versions.of(own), {name: b.clone() for name, b in own.items()}
@@ -205,6 +198,20 @@ class ModuleTraces(NamedTraces):
     def trace(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
         return trace_layers(f"{self.label}_fwd", self.module, run, leaves, asked)
 
+    def _complain(self, where: str, params: Any, x: Any, error: Exception) -> None:
+        """Raise for arguments with which the module does not run."""
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        for name, p in self.module.named_parameters():
+            if getattr(params[name], "shape", None) != p.shape:
+                fail(
+                    where, join_path("params", name), f"of the shape {list(p.shape)}, as the module's", describe(params[name]), kind
+                )
+        kinds = {f"{str(t.dtype).removeprefix('torch.')} on {t.device}": None for _, t in _tensors(params)}
+        given = (
+            f"{describe_tree(x)}{', '.join(['', *{f'on {t.device}' for _, t in _tensors(x)}])}, with params of {', '.join(kinds)}"
+        )
+        fail(where, "x", f"arguments with which {self.label} runs", f"{given}: {error}", kind)
+
     _own: Any = None
 
     def _call(self, params: Any, x: Any, cfg: Any) -> Any:
@@ -216,13 +223,26 @@ class ModuleTraces(NamedTraces):
             own = {name: given.get(name, buffers[name]).clone() for name in self.written}
         args = main if type(main) is tuple else () if isinstance(main, Mapping) else (main,)
         kwargs = dict(main) if isinstance(main, Mapping) else {}
-        found = torch.func.functional_call(self.module, {**params, **given, **own}, args, kwargs)
+        if self._own is not None and (odd := [path for path, t in _tensors({"params": params, "x": x}) if t.is_meta]):
+            fail(where, odd[0], "a tensor with values, as a trace runs the module", "one on the meta device")
+        try:
+            found = torch.func.functional_call(self.module, {**params, **given, **own}, args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self._own is None:  # it ran with them before
+                raise
+            self._complain(where, params, main, error)
         y = _plain(where, "y", found if self.output is None else self.output(found))
         return WithExtras(y, own) if own and self._own is None else y
 
 
 def _extras(x_shape: Any) -> dict[str, Any]:
     return x_shape.leaves["extras"] if type(x_shape) is Shape and x_shape.cls is WithExtras else {}
+
+
+def _tensors(tree: Any) -> list[tuple[str, Tensor]]:
+    return [(path, t) for path, t in paths(tree).items() if isinstance(t, Tensor)]
 
 
 def _plain(where: str, path: str, y: Any) -> Any:

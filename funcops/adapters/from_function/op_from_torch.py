@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.adapters.flatten import TensorIndex, flatten, gradients, indexed_paths, unflatten
+from funcops.adapters.flatten import Shape, TensorIndex, flatten, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.compiled import Watched, constants, stand_in, uncompiled
 from funcops.adapters.from_function.cut import Cutter, Graphs, Rules, has_gradient
-from funcops.adapters.from_function.joint import Joint, Like, refuse_trained, resolved, trace
+from funcops.adapters.from_function.joint import Joint, Like, copied, refuse_trained, resolved, trace
 from funcops.adapters.from_function.outside import ReadByFunction, ReadByModule
 from funcops.adapters.from_function.plan import run_once
 from funcops.engine.contract import rerun
@@ -29,7 +29,7 @@ from funcops.engine.contract.needs import Needs, check_needs
 from funcops.engine.contract.op import Op, config, dgrad_of, make_op, refuse_autocast
 from funcops.engine.contract.rerun import note
 from funcops.engine.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
-from funcops.engine.errors import check, describe, fail, join_path, require, require_callable, require_type, stale
+from funcops.engine.errors import check, describe, describe_tree, fail, join_path, require, require_callable, require_type, stale
 from funcops.engine.residuals.forms import from_form, to_form
 from funcops.engine.trees import nothing_like, paths, tree_map_tensors
 
@@ -84,6 +84,7 @@ class Traced:
     graphs: Graphs
     params_shape: Any
     x_shape: Any
+    dx_shape: Any  # without what is no tensor
     y_shape: Any
     asked: tuple[bool, ...]
     params: int  # leaves of params
@@ -114,12 +115,12 @@ class Traced:
 
     def nothing(self) -> Any:
         """dx without gradients."""
-        return unflatten(self.x_shape, [None] * len(self.asked))
+        return unflatten(self.dx_shape, [None] * len(self.asked))
 
     def dx(self, found: Any) -> tuple[Any, Iterator[Any]]:
         """dx, which is first among the results of a graph, and the rest."""
         count = sum(self.asked[self.params :])
-        return unflatten(self.x_shape, self.spread(found[:count], self.params, len(self.asked))), iter(found[count:])
+        return unflatten(self.dx_shape, self.spread(found[:count], self.params, len(self.asked))), iter(found[count:])
 
     def spread(self, found: Any, first: int, last: int) -> list[Any]:
         """The gradients `found` of leaves `first` to `last`, among all leaves; None for leaves without a requested gradient."""
@@ -244,7 +245,8 @@ class Traces:
         params_shape = flatten(params, leaves)
         count = len(leaves)
         x_shape = flatten(x, leaves)
-        if not {*map(type, leaves)} <= _USUAL or not all([t.layout is torch.strided for t in leaves]):
+        unusual = torch.is_grad_enabled() and any([t.requires_grad for t in leaves])  # a trace has no node of autograd's
+        if unusual or not {*map(type, leaves)} <= _USUAL or not all([t.layout is torch.strided for t in leaves]):
             _check_leaves(f"{self.label}_fwd", params, x)
         compiling = torch.compiler.is_dynamo_compiling()
         flat = [resolved(t) if compiling or t.dtype is not torch.float32 or t.is_neg() else t for t in leaves]
@@ -269,7 +271,7 @@ class Traces:
 
     def _state(self) -> str:
         """A text that is another one after a change of what the traces depend on beside their arguments."""
-        return repr(self.states.setdefault((self.outside.values(), self.outside.mode(), *_defaults()), len(self.states)))
+        return repr(self.states.setdefault((self.outside.values(), self.outside.mode(), *defaults()), len(self.states)))
 
     def _compiled(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int, needs: Needs) -> Traced:
         """The trace of a call in a function that torch.compile traces."""
@@ -289,10 +291,13 @@ class Traces:
         return self.watched.kept(own)
 
     def _ruled(self, *call: Any) -> Traced:
-        own = self.whole._found(*call)
+        *given, needs = call
+        own = self.whole._found(*given)
+        if needs is not Needs.ALL:  # a cut of the one trace, so a gradient has the same bits whatever else is needed
+            own = own.asking(needs)
         return own if self.rules is None else own.cut(own.asked, self.rules)
 
-    def _found(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int, needs: Needs) -> Traced:
+    def _found(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int) -> Traced:
         values, memo = self.outside.values(), self.memo
         if values != memo[0]:  # an annealed number would leave a trace for each value
             memo = self.memo = values, {}
@@ -300,23 +305,23 @@ class Traces:
         # The reprs distinguish 1, 1.0 and True, and 0.0 and -0.0, which are equal but may give different traces.
         mode = (self.outside.mode(), *defaults())
         shapes = _named(params_shape), repr(x_shape)
-        key: Any = (cfg, repr(cfg), needs, count, shapes, tuple([(t.shape, t.stride(), t.dtype, t.device) for t in flat]), *mode)
+        key: Any = (cfg, repr(cfg), count, shapes, tuple([(t.shape, t.stride(), t.dtype, t.device) for t in flat]), *mode)
         found = memo[1].get(key)
         if found is not None and found.graphs.placed:
             found = memo[1].get((key, _offsets(flat)))
         if found is None:
             with one_at_a_time:
-                found = memo[1][key] = self._trace(cfg, needs, params_shape, x_shape, flat, count)
+                found = memo[1][key] = self._trace(cfg, params_shape, x_shape, flat, count)
             if found.graphs.placed:
                 memo[1][key, _offsets(flat)] = found
             self.last = found
         return found
 
-    def _trace(self, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any, leaves: list[Tensor], count: int) -> Traced:
+    def _trace(self, cfg: Any, params_shape: Any, x_shape: Any, leaves: list[Tensor], count: int) -> Traced:
         where, shape, likes = f"{self.label}_fwd", list[Any](), [Like.of(t) for t in leaves]
         # other leaves than tensors are part of the key, so they are looked at once
         _check_leaves(where, unflatten(params_shape, leaves), unflatten(x_shape, leaves))
-        asked = _asked(params_shape, x_shape, likes, count, needs, self.fixed(params_shape, x_shape))
+        asked = _asked(params_shape, x_shape, likes, count, Needs.ALL, self.fixed(params_shape, x_shape))
 
         def run(flat: Any) -> Any:
             found: list[Tensor] = []
@@ -341,10 +346,10 @@ class Traces:
         cutter = Cutter(f"{self.label}_fwd", joint.graph, names, joint.outputs, asked, owners, self.outside.names(), self.held)
         if self.quick:
             with torch.random.fork_rng():
-                run_once(cutter, asked, [*map(torch.clone, leaves)], [like.ones() for like in joint.outputs])
+                run_once(cutter, asked, [*map(copied, leaves)], [like.ones() for like in joint.outputs])
         layouts = tuple([(Like.of(t), int(t.storage_offset())) for t in leaves])
-        fixed = self.fixed(params_shape, x_shape)
-        return Traced(cutter.graphs(asked), params_shape, x_shape, y_shape, asked, count, layouts, cutter, fixed)
+        shapes = params_shape, x_shape, _of_tensors(x_shape), y_shape
+        return Traced(cutter.graphs(asked), *shapes, asked, count, layouts, cutter, self.fixed(params_shape, x_shape))
 
     def draws(self, cfg: Any) -> str:
         """See `Op.draws`."""
@@ -448,12 +453,48 @@ def _laid_out(where: str, what: str, graphs: Graphs, likes: dict[str, Like], val
     return found
 
 
+def _check_mirror(where: str, path: str, shape: Any, dy: Any) -> None:
+    """Raise for a dy that is not a tree like y, in which None stands for a part without a gradient."""
+    if type(shape) is TensorIndex or dy is None:
+        return
+    names: Any = range(len(shape)) if type(shape) is tuple else shape.leaves if type(shape) is Shape else shape
+    if type(shape) is Shape:
+        right = type(dy) is shape.cls
+    else:
+        right = type(dy) is type(shape) and (dy.keys() == shape.keys() if type(shape) is dict else len(dy) == len(shape))
+    if not right:
+        got = f"{type(dy).__name__} {describe_tree(dy)}"
+        wanted = shape.cls.__name__ if type(shape) is Shape else f"a {type(shape).__name__}"
+        fail(where, path, f"{wanted} of {', '.join(map(str, names))}, as y is", got, TypeError)
+    parts = dy if type(shape) is not Shape else {name: getattr(dy, name) for name in names}
+    for name in names:
+        _check_mirror(where, join_path(path, name), shape.leaves[name] if type(shape) is Shape else shape[name], parts[name])
+
+
+def _of_tensors(shape: Any) -> Any:
+    """The shape without its other leaves, which have no gradients."""
+    if type(shape) is TensorIndex:
+        return shape
+    if type(shape) is Shape:
+        return shape._replace(leaves=_of_tensors(shape.leaves))
+    if isinstance(shape, dict):
+        return {name: _of_tensors(part) for name, part in shape.items()}
+    if isinstance(shape, (tuple, list)):
+        parts = map(_of_tensors, shape)
+        return type(shape)._make(parts) if hasattr(shape, "_make") else type(shape)(parts)
+    return None
+
+
 def _as_traced_dys(label: str, own: Traced, dy: Any) -> list[Any]:
     """The gradients of the outputs in the layouts for which a graph was traced; None for integers, of which it reads none."""
+    _check_mirror(label, "dy", own.y_shape, dy)
     outputs, values = own.graphs.outputs, gradients(own.y_shape, dy, [])
     for i, (d, like) in enumerate(zip(values, outputs, strict=True)):
         if d is not None:
-            check(label, join_path("dy", i if len(outputs) > 1 else None), d, like.shape, like.dtype)
+            path = join_path("dy", i if len(outputs) > 1 else None)
+            if not has_gradient(like.dtype):
+                fail(label, path, "None, as integers have no gradient", describe(d), TypeError)
+            check(label, path, d, like.shape, like.dtype)
     given = [d if d is not None or not has_gradient(like.dtype) else like.zeros() for d, like in zip(values, outputs, strict=True)]
     return [d if d is None else like.laid_out("", "", d) for d, like in zip(given, outputs, strict=True)]
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from funcops.adapters.flatten import TensorIndex, flatten, indexed_paths, unflatten
 from funcops.adapters.from_function.crossing import CutSteps, Parts
 from funcops.adapters.from_function.joint import Joint, Like, resolved, trace_module
-from funcops.adapters.from_function.op_from_module import ModuleTraces, NamedTraces, named_leaves, tried
+from funcops.adapters.from_function.op_from_module import ModuleTraces, NamedTraces, named_leaves
 from funcops.adapters.from_function.op_from_torch import TorchConfig, Traced, as_traced, defaults, one_at_a_time
 from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.compose.step import Step
@@ -84,7 +84,7 @@ def stages_from_module(
     starts = {id(found[path]): path for path in cuts}
     require(len(starts) == len(cuts), WHERE, "cuts", "paths of different modules", list(cuts))
     whole = Whole(module, example, starts, output)
-    tried(WHERE, whole.label, example, whole.begin)
+    whole.begin()
     steps = [Step(stage.label, stage.op(), TorchConfig()) for stage in whole.stages]
     return ChainConfig(steps=tuple(steps)), {stage.label: stage.own_params(TorchConfig()) for stage in whole.stages}
 
@@ -129,7 +129,7 @@ class Whole(ModuleTraces):
         params_shape = flatten(self.own_params(TorchConfig()), leaves)
         count = len(leaves)
         x_shape = flatten(x, leaves)
-        found: Any = self._trace(TorchConfig(), Needs.ALL, params_shape, x_shape, list(map(resolved, leaves)), count)
+        found: Any = self._trace(TorchConfig(), params_shape, x_shape, list(map(resolved, leaves)), count)
         state = self.state()
         keys = [
             (state, one.index, _key(own.x_shape, [like for like, _ in own.leaves]))
@@ -228,11 +228,11 @@ class Stage(NamedTraces):
         found = as_traced(where, own, leaves, flat)  # a sent tensor has other strides than one that a stage computed
         return own, found, list(map(resolved, found))
 
-    def _found(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int, needs: Needs) -> Traced:
+    def _found(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int) -> Traced:
         own = self.of.find(self, _key(x_shape, flat), unflatten(x_shape, flat), flat)
         if own is None:
             self._refuse(params_shape, x_shape, flat)
-        return own if needs is Needs.ALL else own.asking(needs)
+        return own
 
     def _refuse(self, params_shape: Any, x_shape: Any, flat: list[Tensor]) -> NoReturn:
         """Name the first leaf that differs from the example's."""
