@@ -1,9 +1,12 @@
 """`op_from_module`: unmodified modules against autograd in float64, to the bit; bytes, refusals, and changes after the trace."""
 
 import copy
+import operator
 import pickle
+import random
 import types
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -111,6 +114,34 @@ class Counting(nn.Module):
         return self.b(self.a(x).add_(1.0).relu_() * self.steps)
 
 
+class Assigning(nn.Module):
+    """Puts another tensor in the place of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, x):
+        h = self.a(x) + self.mean
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return h * self.mean
+
+
+class Shared(nn.Module):
+    """Parts that have two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.blocks = nn.ModuleList([nn.ModuleList([self.a, self.norm]) for _ in range(2)])
+
+    def forward(self, x):
+        for linear, norm in self.blocks:
+            x = x + norm(linear(x)).relu()
+        return x
+
+
 class Twice(torch.autograd.Function):
     """A backward that is not the forward's: a trace must follow it."""
 
@@ -140,6 +171,12 @@ MODELS = {
     "language, logits": (Language, lambda: {"ids": torch.arange(10).view(2, 5) % 7, "twice": True}),
     "conv": (Convolved, lambda: draw(2, 3, 6, 6)),
     "counting": (Counting, lambda: draw(3, 6)),
+    "assigning": (Assigning, lambda: draw(3, 6)),
+    "shared parts": (Shared, lambda: draw(4, 6)),
+    "channels last": (
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten()),
+        lambda: draw(2, 4, 6, 6).contiguous(memory_format=torch.channels_last),
+    ),
     "custom function": (Custom, lambda: (draw(3, 6), draw(3, 2))),
     "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 2)), lambda: draw(3, 6)),
     "recurrent": (lambda: nn.GRU(6, 6, batch_first=True), lambda: draw(2, 4, 6)),
@@ -190,6 +227,7 @@ def test_gradients_are_autograds_to_the_bit(name):
     ys, grads, dxs, buffers, products = with_grads(name, seed=3)
     module, x = made(name)
     before = copy.deepcopy(module.state_dict()), optree.tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
+    own = [*module.parameters(), *module.buffers()]
     torch.manual_seed(3)
     state = torch.get_rng_state()
     op, params = op_from_module(module, x)
@@ -216,6 +254,7 @@ def test_gradients_are_autograds_to_the_bit(name):
     into = {n: torch.ones_like(t) for n, t in params.items()}
     assert op.wgrad(op.dgrad(residuals, dy, CFG)[1], CFG, into=into) is into
     assert all(torch.equal(into[n], 1 + g) for n, g in dparams.items() if g is not None)
+    assert all(map(operator.is_, own, [*module.parameters(), *module.buffers()]))
     after = module.state_dict(), x
     assert all(torch.equal(a, b) for a, b in zip(tensors(before), tensors(after), strict=True)), "the module and x are as before"
 
@@ -362,6 +401,30 @@ class Drawn(nn.Module):
         return x if torch.rand([]) < self.below else 2 * x
 
 
+class Chance(nn.Module):
+    """Leaves a layer out at random, by numbers of another generator than torch's."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return x if self.draw() < 0.5 else 2 * x
+
+
+class Table(nn.Module):
+    """Makes a table for the length of its input, which stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, x):
+        if len(self.table) != len(x):
+            self.table = torch.arange(len(x), dtype=x.dtype)
+        return self.table * x
+
+
 class Calls(nn.Module):
     """Counts in Python, which a trace would fix."""
 
@@ -403,6 +466,8 @@ class Objects(nn.Module):
         (Listed(), ValueError, "Listed must be a module whose shapes and steps do not depend on values .*, got Tensor.tolist"),
         (Counted(), ValueError, "Counted must be a module whose shapes and steps do not depend on values .*, got aten.index"),
         (Drawn(0.5), ValueError, "Drawn must be a module whose shapes and steps do not depend on .* random numbers"),
+        (Chance(random.random), ValueError, "draws random numbers from torch alone, .* one that draws from Python's random"),
+        (Chance(np.random.rand), ValueError, "draws random numbers from torch alone, .* one that draws from numpy.random"),
         (nn.Sequential(Calls(100)), ValueError, "leaves its attributes as they are, .* got one that assigns 0.calls"),
         (
             Again(True),
@@ -427,6 +492,18 @@ def test_what_cannot_be_traced_is_refused_before_anything_is_changed(module, err
     assert torch.equal(x, before)
 
 
+def test_a_table_that_the_first_call_makes_stays():
+    module = Table()
+    op, params = op_from_module(module, draw(4))
+    table = module.table
+    assert torch.equal(table, torch.arange(4.0, dtype=torch.float64))
+    y, residuals = op.fwd(params, draw(4), CFG)
+    assert torch.equal(y, table * draw(4)) and module.table is table
+    y, _ = op.fwd(params, draw(5), CFG)
+    assert torch.equal(y, torch.arange(5.0) * draw(5)) and len(module.table) == 5
+    assert torch.equal(op.bwd(residuals, torch.ones_like(table), CFG)[1], table)
+
+
 def test_a_value_of_no_input_is_a_constant():
     op, params = op_from_module(Constant(), draw(4))
     assert torch.equal(op.fwd(params, draw(4, seed=2), CFG)[0], 6 * draw(4, seed=2))
@@ -440,6 +517,8 @@ def test_wrong_arguments():
     module, x = made("mlp")
     with pytest.raises(TypeError, match="op_from_module: module must be"):
         op_from_module(lambda x: x, x)
+    with pytest.raises(TypeError, match="op_from_module: module must be a module in Python, got .*torch.jit"):
+        op_from_module(torch.jit.trace(nn.Linear(6, 6).double(), x), x)
     op, params = op_from_module(module, x)
     with pytest.raises(ValueError, match="Mlp_fwd: params must be the module's parameters by name"):
         op.fwd({n: p for n, p in params.items() if n != "up.bias"}, x, CFG)

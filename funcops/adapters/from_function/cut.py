@@ -96,6 +96,11 @@ def args_again(node: fx.Node) -> Any:
     return (*node.args[:3], None, None, *node.args[5:]) if _of_batch(node) else node.args
 
 
+def _writes_dx(node: fx.Node) -> bool:
+    """Whether torch's kernel writes dx unasked, and crashes: of a group norm, unless x is contiguous."""
+    return _name(node) == "native_group_norm_backward" and not node.args[1].meta["val"].is_contiguous()  # type: ignore[union-attr]
+
+
 def _reads(node: fx.Node) -> list[fx.Node]:
     """The nodes that another run of the node needs."""
     if not _of_batch(node):
@@ -295,7 +300,7 @@ class Cutter:
             at = names.index("output_mask") if "output_mask" in names else len(node.args)
             mask: Any = node.args[at] if at < len(node.args) else ()
             later = [user for user in node.users if user.target is operator.getitem and user.args[1] > 0]
-            if not later or len(mask) < 2 or not mask[0]:
+            if not later or len(mask) < 2 or not mask[0] or _writes_dx(node):
                 continue
             with self.graph.inserting_after(node):
                 twin = self.graph.node_copy(node)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,9 +55,10 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     are. Their old values are the module's or, if x is `WithExtras(x, {name: value})`, these.
 
     Raises `TypeError` or `ValueError` for a module whose shapes or steps depend on values of its inputs or on random numbers (with
-    the submodule that asks for them), that writes to its inputs or parameters, whose backward reads parameters again (by
-    `torch.utils.checkpoint`, unless its layer has an equal), that changes its attributes in every call, or whose
-    result holds anything but tensors; for arguments that it refuses; for params of other names; and `RuntimeError` under autocast.
+    the submodule that asks for them), that draws from Python's or NumPy's generators, that writes to its inputs or parameters, whose
+    backward reads parameters again (by `torch.utils.checkpoint`, unless its layer has an equal), that changes its attributes in
+    every call, that is compiled by `torch.jit`, or whose result holds anything but tensors; for arguments that it refuses; for
+    params of other names; and `RuntimeError` under autocast.
 
     >>> import torch
     >>> from funcops import TorchConfig, op_from_module
@@ -67,6 +72,8 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     ['0.weight', '0.bias', '2.weight', '2.bias']
     """
     require_type("op_from_module", "module", module, nn.Module)
+    if any([isinstance(part, torch.jit.ScriptModule) for part in module.modules()]):
+        fail("op_from_module", "module", "a module in Python", f"{type(module).__name__}, which torch.jit compiled", TypeError)
     if output is not None:
         require_callable("op_from_module", output=output)
     own = ModuleTraces(module, output)
@@ -167,16 +174,15 @@ class ModuleTraces(NamedTraces):
         with torch.inference_mode(False):  # an inference tensor has no gradient, but its clone has
             given = [copied(t) if i >= count or t.is_inference() else t for i, t in enumerate(leaves)]
         # asked before each trace, as another part or shape may have others
-        self._own = own = {name: b.clone() for name, b in self.module.named_buffers()}
-        versions, before = Versions.of(own), {name: b.clone() for name, b in own.items()}
-        try:
-            with torch.no_grad(), torch.random.fork_rng():
-                run(given)
-        finally:
-            self._own = None
-        # a batch norm writes without counting
-        found = {*map(id, versions.written()), *[id(b) for name, b in own.items() if not torch.equal(b, before[name])]}
-        self.written = tuple([name for name, b in own.items() if id(b) in found])
+        before, drawn = dict(self.module.named_buffers()), _states()
+        self.written, made = self._tried(run, given, before)
+        if made:  # some only in a first call, as a table for this shape
+            self.written, again = self._tried(run, given, before | made)
+            kept = {name: t for name, t in made.items() if name not in again}
+            _fill(_places(self.module, kept), kept)
+        if odd := [name for name, state in _states().items() if state != drawn.get(name)]:
+            wanted = "a module that draws random numbers from torch alone, as a trace would fix all others"
+            fail(f"{self.label}_fwd", self.label, wanted, f"one that draws from {' and '.join(odd)} (or another thread did)")
         self.outside.values()  # what the first call alone changes, such as a table that it makes, may stay changed
         settled = self.outside.frozen
         traced = self.trace(run, given, asked)
@@ -212,7 +218,22 @@ class ModuleTraces(NamedTraces):
         )
         fail(where, "x", f"arguments with which {self.label} runs", f"{given}: {error}", kind)
 
+    def _tried(self, run: Any, given: list[Tensor], buffers: dict[str, Tensor]) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+        """The names of the buffers to which a call on these writes; and, by name, the tensors that it puts in their places."""
+        self._own = own = {name: b.clone() for name, b in buffers.items()}
+        versions = Versions.of(own)
+        try:
+            with torch.no_grad(), torch.random.fork_rng():
+                run(given)
+        finally:
+            self._own = None
+        made = {name: t for name, t in self._left.items() if t is not own[name]}
+        # a batch norm writes without counting
+        found = {*map(id, versions.written()), *[id(b) for name, b in own.items() if not torch.equal(b, buffers[name])]}
+        return tuple([name for name, b in own.items() if id(b) in found or name in made]), made
+
     _own: Any = None
+    _left: Any = None  # by the last call, in place of the tensors that it was lent
 
     def _call(self, params: Any, x: Any, cfg: Any) -> Any:
         where = f"{self.label}_fwd"
@@ -226,15 +247,57 @@ class ModuleTraces(NamedTraces):
         if self._own is not None and (odd := [path for path, t in _tensors({"params": params, "x": x}) if t.is_meta]):
             fail(where, odd[0], "a tensor with values, as a trace runs the module", "one on the meta device")
         try:
-            found = torch.func.functional_call(self.module, {**params, **given, **own}, args, kwargs)
+            with _lent(self.module, {**params, **given, **own}) as left:
+                found = self.module(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             if self._own is None:  # it ran with them before
                 raise
             self._complain(where, params, main, error)
+        self._left = {name: left[name] for name in own}
         y = _plain(where, "y", found if self.output is None else self.output(found))
-        return WithExtras(y, own) if own and self._own is None else y
+        return WithExtras(y, self._left) if own and self._own is None else y
+
+
+def _states() -> dict[str, bytes]:
+    """The states of the generators beside torch's. A program that has not imported NumPy does not draw from it."""
+    numpy = sys.modules.get("numpy")
+    states = {"Python's random": random.getstate()} | ({} if numpy is None else {"numpy.random": numpy.random.get_state()})
+    return {name: pickle.dumps(state) for name, state in states.items()}
+
+
+def _places(module: nn.Module, names: Iterable[str]) -> dict[str, list[tuple[dict[str, Any], str]]]:
+    """The places of the tensors of these names. A tied one has several. One of a part with two names has one place, in which
+    `torch.func.functional_call` would leave what it lends."""
+    found: dict[int, list[Any]] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, t in held.items():
+                found.setdefault(id(t), []).append((held, name))
+    every = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: found[id(every[name])] for name in names}
+
+
+@contextmanager
+def _lent(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """A block in which the module has these tensors as parameters and buffers. At its end the dict that it yields has what is in
+    their places."""
+    left: dict[str, Tensor] = {}
+    places = _places(module, values)
+    before = {name: held[0][0][held[0][1]] for name, held in places.items()}
+    try:
+        _fill(places, values)
+        yield left
+        left.update({name: held[0][0][held[0][1]] for name, held in places.items()})
+    finally:
+        _fill(places, before)
+
+
+def _fill(places: Mapping[str, list[tuple[dict[str, Any], str]]], values: Mapping[str, Tensor]) -> None:
+    for name, t in values.items():
+        for held, own in places[name]:
+            held[own] = t
 
 
 def _extras(x_shape: Any) -> dict[str, Any]:
