@@ -1,9 +1,10 @@
-"""`op_from_module` of whole models of Hugging Face: autograd's gradients in float64 to the bit, its products, fewer bytes."""
+"""`op_from_module` of whole models of several projects: autograd's gradients in float64 to the bit, its products, fewer bytes."""
 
 import pytest
 import tiny_models
 import torch
 from more_models import MORE, more
+from other_models import GPT, OTHER, other
 from products import Products, saved_by
 
 from funcops import Needs, TorchConfig, WithExtras, op_from_module, report
@@ -11,12 +12,14 @@ from funcops.engine.trees import tensors
 
 pytestmark = pytest.mark.slow
 CFG = TorchConfig()
-NAMES = [*MORE, *tiny_models.MODELS, *tiny_models.UNKNOWN]
+NAMES = [*MORE, *tiny_models.MODELS, *tiny_models.UNKNOWN, *OTHER]
 
 
 def model_of(name):
     if name in MORE:
         return more(name)
+    if name in OTHER:
+        return other(*OTHER[name])
     model = tiny_models.tiny(name).double()
     # experts in a loop depend on values, and grouped ones have no float64
     model.config._experts_implementation = "batched_mm"
@@ -26,6 +29,8 @@ def model_of(name):
 
 
 def result(out):
+    if isinstance(out, torch.Tensor):
+        return out
     return out.loss if getattr(out, "loss", None) is not None else out[0]
 
 
@@ -33,13 +38,17 @@ def by_autograd(name):
     """The result, gradients and buffers; the bytes that autograd keeps, and its products."""
     model, batch = model_of(name)
     torch.manual_seed(3)
-    y, kept = saved_by(lambda: result(model(**batch)), [*model.parameters(), *model.buffers(), *tensors(batch)])
+    y, kept = saved_by(
+        lambda: result(model(**batch) if isinstance(batch, dict) else model(*batch)),
+        [*model.parameters(), *model.buffers(), *tensors(batch)],
+    )
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     with Products() as products:
         found = torch.autograd.grad(y, list(trained.values()), torch.ones_like(y), allow_unused=True)
     return y, dict(zip(trained, found, strict=True)), dict(model.named_buffers()), kept, products.count
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # a norm that torchtune has in float32
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_has_autograds_gradients_products_and_fewer_bytes(name):
     want, grads, buffers, kept, products = by_autograd(name)
@@ -63,6 +72,25 @@ def test_a_model_has_autograds_gradients_products_and_fewer_bytes(name):
     assert all([g is None if dparams[n] is None else torch.equal(g, dparams[n]) for n, g in whole.items()]), "in one pass"
     ours = report(residuals, params, batch).kept_bytes
     assert ours <= 0.8 * kept
+
+
+REFUSED = {
+    "experts in a loop": ("litgpt", "Mixtral-8x7B-v0.1", dict(GPT, n_query_groups=2, n_expert=4)),
+    "layers left out at random": ("x_transformers", "Decoder", dict(layer_dropout=0.5)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("experts in a loop", r"do not depend on values .* aten.nonzero.* in its module 'transformer.h.0.mlp'"),
+        ("layers left out at random", "draws random numbers from torch alone, .* one that draws from Python's random"),
+    ],
+)
+def test_what_other_projects_decide_by_values_is_refused(name, text):
+    model, batch = other(*REFUSED[name])
+    with pytest.raises(ValueError, match=text):
+        op_from_module(model, batch, output=result)
 
 
 @pytest.mark.parametrize(("name", "part"), [("Mixtral", "mlp.experts"), ("M2M100", "model")])
