@@ -110,6 +110,17 @@ class ReadLate(Layer):
         return InBackward.apply(super().forward(x), self)
 
 
+class Twofold(Layer):
+    """Has a part by two names."""
+
+    def __init__(self, number=0):
+        super().__init__(number)
+        self.again = nn.ModuleList([self.norm, self.norm])
+
+    def forward(self, x):
+        return super().forward(self.again[1](x))
+
+
 class Unused(Layer):
     """Gives two results, of which the second gets no gradient."""
 
@@ -162,6 +173,7 @@ CASES = {  # name: (a stack of layers, the traces of a layer; None if the whole 
     "another mode": (lambda: Stack([Layer(i).train(i != 1) for i in range(3)]), 1),
     "a frozen one": (lambda: Stack([Layer(i).requires_grad_(i != 1) for i in range(3)]), 2),
     "tied": (lambda: Stack(tied()), 1),
+    "a part by two names": (lambda: Stack([Twofold(i) for i in range(3)]), 1),
     "hooks": (lambda: Stack(hooked()), 2),
     "another forward": (lambda: Stack(replaced()), 0),
     "called twice": (lambda: Stack([Layer(i) for i in range(2)], lambda layer, x: layer(layer(x))), 1),
@@ -199,12 +211,12 @@ def test_gradients_are_autograds_to_the_bit(name, traces):
     module, x = build().double(), draw(4, 6)
     if name == "with objects of their own":
         x = draw(2, 5, 6)
-    before = {id(part): set(vars(part)) for part in module.modules()}
+    before = {id(part): (set(vars(part)), [*map(id, part._parameters.values())]) for part in module.modules()}
     classes = {type(part): dict(vars(type(part))) for part in module.modules()}
     op, params = op_from_module(module, x)
     made = traces[-1]
     assert (None if made is None else sum([len(first.joints) for some in made.firsts.values() for first in some])) == wanted
-    assert before == {id(part): set(vars(part)) for part in module.modules()}
+    assert before == {id(part): (set(vars(part)), [*map(id, part._parameters.values())]) for part in module.modules()}
     assert classes == {cls: dict(vars(cls)) for cls in classes}, "classes are as before"
     torch.manual_seed(3)
     y, residuals = op.fwd(params, x, CFG)

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from funcops.adapters.flatten import TensorIndex, flatten, unflatten
 from funcops.adapters.from_function.calls import same_tensors
 from funcops.adapters.from_function.joint import Joint, Like, Run, draws, trace_module
+from funcops.adapters.from_function.lent import lent
 from funcops.adapters.from_function.outside import MEMBERS, PLAIN, by_identity
 from funcops.engine.errors import join_path
 
@@ -154,7 +155,8 @@ class Layers:
         def run(flat: Sequence[Tensor]) -> list[Tensor]:
             ys: list[Tensor] = []
             weights, args, kwargs = unflatten(shape, flat)
-            y = torch.func.functional_call(bare, {f"layer.{name}": p for name, p in weights.items()}, args, kwargs)
+            with lent(layer, weights):
+                y = bare(*args, **kwargs)
             y_shape[:] = [flatten(y, ys)]
             numbers = {id(t): i for i, t in enumerate(flat)}
             same.update({i: numbers[id(y)] for i, y in enumerate(ys) if id(y) in numbers})

@@ -6,8 +6,7 @@ import copy
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from funcops.adapters.from_function.cut import KEPT, Rules
 from funcops.adapters.from_function.joint import Joint, copied
 from funcops.adapters.from_function.keyed import draw_by_key
 from funcops.adapters.from_function.layers import trace_layers
+from funcops.adapters.from_function.lent import lent, put
 from funcops.adapters.from_function.op_from_torch import TorchConfig, Traces
 from funcops.adapters.from_function.outside import ReadByModule
 from funcops.adapters.from_function.plan import plans
@@ -176,13 +176,12 @@ class ModuleTraces(NamedTraces):
         # asked before each trace, as another part or shape may have others
         before, drawn = dict(self.module.named_buffers()), _states()
         self.written, made = self._tried(run, given, before)
-        if made:  # some only in a first call, as a table for this shape
-            self.written, again = self._tried(run, given, before | made)
-            kept = {name: t for name, t in made.items() if name not in again}
-            _fill(_places(self.module, kept), kept)
         if odd := [name for name, state in _states().items() if state != drawn.get(name)]:
             wanted = "a module that draws random numbers from torch alone, as a trace would fix all others"
             fail(f"{self.label}_fwd", self.label, wanted, f"one that draws from {' and '.join(odd)} (or another thread did)")
+        if made:  # some only in a first call, as a table for this shape
+            self.written, again = self._tried(run, given, before | made)
+            put(self.module, {name: t for name, t in made.items() if name not in again})
         self.outside.values()  # what the first call alone changes, such as a table that it makes, may stay changed
         settled = self.outside.frozen
         traced = self.trace(run, given, asked)
@@ -247,7 +246,7 @@ class ModuleTraces(NamedTraces):
         if self._own is not None and (odd := [path for path, t in _tensors({"params": params, "x": x}) if t.is_meta]):
             fail(where, odd[0], "a tensor with values, as a trace runs the module", "one on the meta device")
         try:
-            with _lent(self.module, {**params, **given, **own}) as left:
+            with lent(self.module, {**params, **given, **own}) as left:
                 found = self.module(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
@@ -265,39 +264,6 @@ def _states() -> dict[str, bytes]:
     numpy = sys.modules.get("numpy")
     states = {"Python's random": random.getstate()} | ({} if numpy is None else {"numpy.random": numpy.random.get_state()})
     return {name: pickle.dumps(state) for name, state in states.items()}
-
-
-def _places(module: nn.Module, names: Iterable[str]) -> dict[str, list[tuple[dict[str, Any], str]]]:
-    """The places of the tensors of these names. A tied one has several. One of a part with two names has one place, in which
-    `torch.func.functional_call` would leave what it lends."""
-    found: dict[int, list[Any]] = {}
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for name, t in held.items():
-                found.setdefault(id(t), []).append((held, name))
-    every = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: found[id(every[name])] for name in names}
-
-
-@contextmanager
-def _lent(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """A block in which the module has these tensors as parameters and buffers. At its end the dict that it yields has what is in
-    their places."""
-    left: dict[str, Tensor] = {}
-    places = _places(module, values)
-    before = {name: held[0][0][held[0][1]] for name, held in places.items()}
-    try:
-        _fill(places, values)
-        yield left
-        left.update({name: held[0][0][held[0][1]] for name, held in places.items()})
-    finally:
-        _fill(places, before)
-
-
-def _fill(places: Mapping[str, list[tuple[dict[str, Any], str]]], values: Mapping[str, Tensor]) -> None:
-    for name, t in values.items():
-        for held, own in places[name]:
-            held[own] = t
 
 
 def _extras(x_shape: Any) -> dict[str, Any]:
