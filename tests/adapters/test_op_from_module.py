@@ -277,6 +277,50 @@ def test_fewer_bytes_than_autograd(name):
     del y
 
 
+class Loss(nn.Module):
+    def forward(self, x):
+        return nn.functional.cross_entropy(x.mean((2, 3)), torch.arange(len(x)))
+
+
+class Between(nn.Module):
+    """A layer between two products; what it reads is kept for another function."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.first, self.layer = nn.Conv2d(3, 4, 3), layer
+        self.second = nn.Identity() if isinstance(layer, Loss) else nn.Conv2d(1 if isinstance(layer, nn.PixelShuffle) else 4, 2, 1)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(self.layer(h)), h.square()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.MaxPool2d(2),
+        nn.AvgPool2d(2),
+        nn.Upsample(scale_factor=2),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+        nn.ReflectionPad2d(1),
+        nn.ReplicationPad2d(1),
+        nn.Softmax(1),
+        nn.LogSoftmax(1),
+        nn.PixelShuffle(2),
+        Loss(),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_one_pass_over_memory_is_computed_again(layer):
+    torch.manual_seed(0)
+    module, x = Between(layer).double(), draw(2, 3, 6, 6)
+    op, params = op_from_module(module, x)
+    y, residuals = op.fwd(params, x, CFG)
+    assert report(residuals, params, x).kept_bytes == y[1].nbytes
+    found = torch.autograd.grad(module(x), [*module.parameters()], y)
+    assert all(map(torch.equal, op.bwd(residuals, y, CFG)[0].values(), found))
+
+
 @pytest.mark.parametrize(("name", "inner", "outer"), [("block", 4 + 1, 4), ("conv", 2, 2), ("encoder", 4 + 1, 4)])
 def test_each_product_is_in_its_half(name, inner, outer):
     """A linear layer or convolution has its dx in I and its dW in W; attention's backward is in I."""

@@ -29,7 +29,10 @@ _FILLS = set(
 # computed again where that saves bytes, beside views, fills and what torch tags as pointwise: one pass over memory each
 _CHEAP = _FILLS | set(
     "_to_copy clone cat mean sum var_mean embedding select slice index amax stack constant_pad_nd native_layer_norm gather "
-    "_unsafe_view native_group_norm native_batch_norm cumsum tril triu repeat".split()
+    "_unsafe_view native_group_norm native_batch_norm cumsum tril triu repeat max_pool2d_with_indices max_pool3d_with_indices "
+    "avg_pool2d avg_pool3d _adaptive_avg_pool2d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+    "upsample_bilinear2d upsample_bicubic2d reflection_pad1d reflection_pad2d replication_pad2d pixel_shuffle pixel_unshuffle roll "
+    "flip index_select _softmax _log_softmax nll_loss_forward nll_loss2d_forward amin max min var linalg_vector_norm".split()
 )
 _T = torch.ops.aten.t.default
 _RESHAPED = "_unsafe_view"  # of a result that nothing else reads
