@@ -23,7 +23,7 @@ BENCHES = {
     "residuals": "bytes that a block keeps for its backward",
     "schedule": "matrix products and live bytes of a split backward, against torch's own split",
     "step": "a training step of the example's model",
-    "modules": "unmodified modules as ops: bytes kept, and time, against autograd's",
+    "modules": "unmodified modules as ops: bytes kept, products and time, against autograd's and torch_remat's",
     "swapped": "Hugging Face's models after from_torch: bytes kept, and time, against torch's",
     "traffic": "bytes that kernels move over the minimum, and the quality of their code, without a GPU",
     "unconfirmed": "what no GPU has run in its present form",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import BenchError, Row, interleaved
+from benchmarks.rematerialized import INSTALLED, cost, cost_of_autograd, cost_of_torch_remat
 from benchmarks.residuals import saved_by
 from funcops import Needs, TorchConfig, WithExtras, op_from_module, report
 
@@ -38,7 +39,10 @@ MODELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {  # by kind: the mod
         "ResNet": ("ResNetForImageClassification", dict(STAGES, embedding_size=16, layer_type="basic")),
         "RegNet": ("RegNetForImageClassification", dict(STAGES, embedding_size=16, groups_width=8)),
         "ConvNext": ("ConvNextForImageClassification", dict(STAGES, num_stages=2, patch_size=2)),
-        "MobileNetV2": ("MobileNetV2ForImageClassification", dict(depth_multiplier=0.35, image_size=32)),
+        "MobileNetV2": (
+            "MobileNetV2ForImageClassification",
+            dict(depth_multiplier=0.35, image_size=32, classifier_dropout_prob=0.0),
+        ),
     },
     "products dominate": {"Llama, width 256": ("LlamaForCausalLM", WIDE)},
 }
@@ -56,14 +60,38 @@ def run(rounds: int = 25) -> list[Row]:
     for kind, models in MODELS.items():
         ratios = []
         for name, (cls, sizes) in models.items():
-            torch.manual_seed(0)
-            config = "".join(cls.partition("For")[0].partition("LMHead")[0])
-            model = getattr(transformers, cls)(getattr(transformers, f"{config}Config")(**sizes))
-            found, ratio = _rows(f"{name}, {kind}", model, _batch(model, sizes), rounds)
+            found, ratio = _rows(f"{name}, {kind}", *build(cls, sizes), rounds)
             rows += found
             ratios.append(ratio)
         rows.append(Row("modules", f"all, {kind}", "funcops", "CPU time, median ratio to autograd", statistics.median(ratios), ""))
+    if not INSTALLED:
+        rows.append(Row("modules", "all", "torch_remat", "not installed", None, ""))
     return rows
+
+
+def build(cls: str, sizes: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A model of transformers, and a batch of its arguments by name."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = "".join(cls.partition("For")[0].partition("LMHead")[0])
+    model = getattr(transformers, cls)(getattr(transformers, f"{config}Config")(**sizes))
+    return model, _batch(model, sizes)
+
+
+def costs(
+    model: Any, batch: dict[str, Any], forward: Callable[[], Any], backward: Callable[[Any], Any]
+) -> dict[str, tuple[int, int]]:
+    """The bytes alive after a forward, and the products of a step, for each way. An op's `forward() -> (y, residuals)` and
+    `backward(residuals)` give the gradients of all parameters."""
+    weights = list(model.parameters())
+    found = {
+        "autograd": cost_of_autograd(lambda: _result(model(**batch)), weights),
+        "funcops": cost(forward, lambda _, held: backward(held)),
+    }
+    if INSTALLED:
+        found["torch_remat"] = cost_of_torch_remat(model, lambda: _result(model(**batch)), weights)
+    return found
 
 
 def _batch(model: Any, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -98,10 +126,13 @@ def _rows(case: str, model: Any, batch: dict[str, Any], rounds: int) -> tuple[li
         y = _result(model(**batch))
         torch.autograd.grad(y, weights, torch.ones_like(y), allow_unused=True)
 
+    found = costs(model, batch, lambda: op.fwd(params, batch, CFG, needs=needs), lambda held: op.bwd(held, dy, CFG))
     steps: dict[str, Callable[[], Any]] = {"autograd": autograds, "funcops": ours, "funcops, halves": halves}
     samples = interleaved(steps, rounds=rounds, calls=3, cpu=True)
     ratios = {way: statistics.median(a / b for a, b in zip(samples[way], samples["autograd"], strict=True)) for way in [*steps][1:]}
     rows = [Row("modules", case, way, "bytes kept", float(size), "bytes") for way, size in kept.items()]
+    rows += [Row("modules", case, way, "bytes alive after the forward", float(size), "bytes") for way, (size, _) in found.items()]
+    rows += [Row("modules", case, way, "products", float(count), "") for way, (_, count) in found.items()]
     rows.append(Row("modules", case, "funcops", "bytes, ratio to autograd", kept["funcops"] / kept["autograd"], ""))
     rows += [Row("modules", case, way, "median CPU time", statistics.median(t) / 1e3, "ms") for way, t in samples.items()]
     rows += [Row("modules", case, way, "CPU time, ratio to autograd", ratio, "") for way, ratio in ratios.items()]

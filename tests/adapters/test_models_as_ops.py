@@ -7,6 +7,7 @@ from more_models import MORE, more
 from other_models import GPT, OTHER, other
 from products import Products, saved_by
 
+from benchmarks import modules
 from funcops import Needs, TorchConfig, WithExtras, op_from_module, report
 from funcops.engine.trees import tensors
 
@@ -72,6 +73,22 @@ def test_a_model_has_autograds_gradients_products_and_fewer_bytes(name):
     assert all([g is None if dparams[n] is None else torch.equal(g, dparams[n]) for n, g in whole.items()]), "in one pass"
     ours = report(residuals, params, batch).kept_bytes
     assert ours <= 0.8 * kept
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("name", [name for models in modules.MODELS.values() for name in models])
+def test_no_more_bytes_or_products_than_torch_remat(name):
+    """Version 0.2.2 was tried."""
+    pytest.importorskip("torch_remat")
+    model, batch = modules.build(*next(models[name] for models in modules.MODELS.values() if name in models))
+    op, params = op_from_module(model, batch, output=result)
+    needs = Needs(x=False, params=True)
+    y, _ = op.fwd(params, batch, CFG, needs=needs)
+    dy = WithExtras(torch.ones_like(y.main), dict.fromkeys(y.extras)) if isinstance(y, WithExtras) else torch.ones_like(y)
+    forward, backward = lambda: op.fwd(params, batch, CFG, needs=needs), lambda held: op.bwd(held, dy, CFG)
+    cost = modules.costs(model, batch, forward, backward)
+    (ours, products), (theirs, also) = cost["funcops"], cost["torch_remat"]
+    assert ours <= theirs and products <= also == cost["autograd"][1]
 
 
 REFUSED = {
