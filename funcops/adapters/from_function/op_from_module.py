@@ -55,9 +55,9 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     are. Their old values are the module's or, if x is `WithExtras(x, {name: value})`, these.
 
     Raises `TypeError` or `ValueError` for a module whose shapes or steps depend on values of its inputs or on random numbers (with
-    the submodule that asks for them), that draws from Python's or NumPy's generators, that writes to its inputs or parameters, whose
-    backward reads parameters again (by `torch.utils.checkpoint`, unless its layer has an equal), that changes its attributes in
-    every call, that is compiled by `torch.jit`, or whose result holds anything but tensors; for arguments that it refuses; for
+    the submodule that asks for them), that draws from Python's or NumPy's generators, that writes to its inputs or parameters,
+    whose backward reads parameters again (by `torch.utils.checkpoint`, unless its layer has an equal), that changes its attributes
+    in every call, that is compiled by `torch.jit`, or whose result holds anything but tensors; for arguments that it refuses; for
     params of other names; and `RuntimeError` under autocast.
 
     >>> import torch
