@@ -112,6 +112,7 @@ class Joint(NamedTuple):
 
     graph: fx.GraphModule
     outputs: tuple[Like, ...]  # in the layout of their gradients
+    constants: tuple[Tensor, ...] = ()  # whose values the trace contains
 
 
 def trace(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], steps: Steps | None = None) -> Joint:
@@ -150,7 +151,8 @@ def trace_module(
             with steps, _NoValues(steps.decided), _ValuesOf(steps), nullcontext() if layers is None else layers.copied():
                 if layers is not None:
                     layers.trace_one = steps.trace_layer
-                return Joint(_joint(run, list(leaves), outputs, asked, steps, layers), tuple(outputs))
+                graph = _joint(run, list(leaves), outputs, asked, steps, layers)
+                return Joint(graph, tuple(outputs), tuple(steps.constants))
         except _ReadsValues as error:
             why = f"{error}{steps.here()}"
         except RuntimeError as error:
@@ -184,6 +186,7 @@ class Steps:
     def __init__(self, module: nn.Module) -> None:
         self.paths = {id(part): path for path, part in module.named_modules()}
         self.stack, self.seen, self.thread = [""], 0, threading.get_ident()
+        self.constants: list[Tensor] = []
 
     def __enter__(self) -> None:
         hooks = nn.modules.module
@@ -238,17 +241,20 @@ class Steps:
         return None if slot is None else slot.proxy.node  # type: ignore[union-attr]
 
     def decided(self, t: Tensor) -> bool:
-        """Whether a tensor is computed from a leaf, or from random numbers."""
-        todo, seen = [self.node(t)], set()
+        """Whether a tensor is computed from a leaf, or from random numbers. If not, those from which it is are noted."""
+        todo, seen, read = [self.node(t)], set(), [t] if self.node(t) is None else []
         while todo:
             node = todo.pop()
             if node is None or node in seen:
                 continue
             if node.op == "placeholder" or draws(node):
                 return True
+            if node.op == "get_attr":
+                read.append(getattr(get_proxy_mode().tracer.root, str(node.target)))  # type: ignore[union-attr]
             seen.add(node)
             if not _never(node):
                 todo += node.all_input_nodes
+        self.constants += read
         return False
 
     def trace_layer(
@@ -258,7 +264,11 @@ class Steps:
         before = self.stack, self.seen, self.thread
         self.stack, self.seen, self.thread = [path], 0, threading.get_ident()  # a device's backward has a thread of its own
         try:
-            return _joint(run, list(leaves), dys, asked, self)
+            count = len(self.constants)
+            made = _joint(run, list(leaves), dys, asked, self)
+            if len(self.constants) > count:
+                raise _ReadsValues("values that its equals may have otherwise")
+            return made
         finally:
             self.stack, self.seen, self.thread = before
 
@@ -399,6 +409,13 @@ def _without_writes(traced: fx.GraphModule, given: list[Tensor]) -> fx.GraphModu
         def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
             return self.constants[target]
 
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if not _draws_into(target) or args[0].is_contiguous():
+                return super().call_function(target, args, kwargs)
+            order = sorted(range(args[0].dim()), key=lambda i: -args[0].stride(i))  # numbers are drawn in the order of memory
+            super().call_function(target, (args[0].permute(order), *args[1:]), kwargs)
+            return args[0]
+
     def again(*flat: Tensor) -> Any:
         run = Lifted(traced)
         run.constants = dict(zip(own, flat[len(given) :], strict=True))
@@ -416,6 +433,14 @@ def _without_writes(traced: fx.GraphModule, given: list[Tensor]) -> fx.GraphModu
         node.replace_all_uses_with(constant)
         made.graph.erase_node(node)
     return made
+
+
+def _draws_into(target: Any) -> bool:
+    """Whether an operator writes random numbers into its first argument."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    first = target._schema.arguments[0].alias_info
+    return first is not None and bool(first.is_write)
 
 
 def of_schema(node: fx.Node) -> Any:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import random
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,14 +11,15 @@ from torch import Tensor, nn
 
 from funcops.adapters.flatten import Shape, TensorIndex, indexed_paths
 from funcops.adapters.from_function.cut import KEPT, Rules
+from funcops.adapters.from_function.first_run import first_run
 from funcops.adapters.from_function.joint import Joint, copied
 from funcops.adapters.from_function.keyed import draw_by_key
 from funcops.adapters.from_function.layers import trace_layers
 from funcops.adapters.from_function.lent import lent, put
 from funcops.adapters.from_function.op_from_torch import TorchConfig, Traces
-from funcops.adapters.from_function.outside import ReadByModule
 from funcops.adapters.from_function.plan import plans
-from funcops.engine.contract.marks import Versions
+from funcops.adapters.from_function.read_by_module import ReadByModule
+from funcops.engine.contract.marks import Versions, version
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.errors import describe, describe_tree, differing, fail, join_path, require_callable, require_type
@@ -152,11 +150,9 @@ class ModuleTraces(NamedTraces):
         return frozenset([*untrained, *[i for i, _ in indexed_paths(_extras(x_shape), "")]])
 
     def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> Any:
-        where, wanted = f"{self.label}_fwd", self.outside.params
+        where = f"{self.label}_fwd"
         if not isinstance(params, Mapping):
             fail(where, "params", "a dict of the module's parameters by name", describe(params), TypeError)
-        if params.keys() != wanted.keys():
-            fail(where, "params", "the module's parameters by name", differing(params, wanted))
         if isinstance(x, WithExtras):
             buffers = [name for name, _ in self.module.named_buffers()]
             if odd := [name for name in x.extras if name not in (*buffers, KEY)]:
@@ -168,36 +164,48 @@ class ModuleTraces(NamedTraces):
                 check_key(f"{where}, x.extras", x.extras[KEY])
         return super().traced(params, x, cfg, needs)
 
+    def _trace(self, cfg: Any, params_shape: Any, *rest: Any) -> Any:
+        if params_shape.keys() != self.outside.params.keys():  # of the module as it now is
+            wanted = "the module's parameters by name"
+            fail(f"{self.label}_fwd", "params", wanted, differing(params_shape, self.outside.params))
+        return super()._trace(cfg, params_shape, *rest)
+
     def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...], x_shape: Any) -> Joint:
-        count = len(self.outside.params)
-        # its forward may write to its inputs, before that is seen in the graph
-        with torch.inference_mode(False):  # an inference tensor has no gradient, but its clone has
-            given = [copied(t) if i >= count or t.is_inference() else t for i, t in enumerate(leaves)]
+        where, count = f"{self.label}_fwd", len(self.outside.params)
+        names = [*[join_path("params", name) for name in self.outside.params], *["an input"] * len(leaves[count:])]
+        with torch.inference_mode(False):  # an inference tensor has no gradient, but its copy has
+            given = [copied(t) if i >= count or t.is_inference() else t.detach() for i, t in enumerate(leaves)]
+        attributes = [(part, dict(vars(part))) for part in self.module.modules()]
         # asked before each trace, as another part or shape may have others
-        before, drawn = dict(self.module.named_buffers()), _states()
-        self.written, made = self._tried(run, given, before)
-        if odd := [name for name, state in _states().items() if state != drawn.get(name)]:
-            wanted = "a module that draws random numbers from torch alone, as a trace would fix all others"
-            fail(f"{self.label}_fwd", self.label, wanted, f"one that draws from {' and '.join(odd)} (or another thread did)")
+        before = dict(self.module.named_buffers())
+        self.written, made = self._tried(run, given, names, before)
         if made:  # some only in a first call, as a table for this shape
-            self.written, again = self._tried(run, given, before | made)
+            self.written, again = self._tried(run, given, names, before | made)
             put(self.module, {name: t for name, t in made.items() if name not in again})
-        self.outside.values()  # what the first call alone changes, such as a table that it makes, may stay changed
-        settled = self.outside.frozen
+            self.outside.values()
+        settled = self.outside.frozen  # what the first call alone changes, such as a table that it makes, may stay changed
         traced = self.trace(run, given, asked)
+        self._left = None
         params = {id(p): name for name, p in self.outside.params.items()}
         constants = [id(getattr(traced.graph, node.target)) for node in traced.graph.graph.find_nodes(op="get_attr")]
         if read := [params[one] for one in constants if one in params]:  # outside of its forward, where they are arguments
             wanted = "a module whose backward reads no parameter again (leave out torch.utils.checkpoint)"
-            fail(f"{self.label}_fwd", self.label, wanted, f"one that reads {read[0]}")
+            fail(where, self.label, wanted, f"one that reads {read[0]}")
         self.outside.values()
         if changed := self.outside.changed(settled):
+            for part, own_attributes in attributes:  # as before the first run
+                vars(part).clear()
+                vars(part).update(own_attributes)
             wanted = "a module whose forward leaves its attributes as they are, as a trace does not run it again"
-            fail(f"{self.label}_fwd", self.label, wanted, f"one that assigns {changed}")
+            fail(where, self.label, wanted, f"one that assigns {changed}")
+        buffers = dict(self.module.named_buffers())
+        if decide := [name for name in self.written if any([t is buffers[name] for t in traced.constants])]:
+            fail(where, self.label, "a module whose steps do not depend on values of buffers that it writes to", ", ".join(decide))
+        self.outside.constants += [(t, version(t)) for t in traced.constants]
         key = _extras(x_shape).get(KEY)
         if key is not None:
             inputs = [node for node in traced.graph.graph.nodes if node.op == "placeholder"]
-            draw_by_key(f"{self.label}_fwd", traced.graph.graph, inputs[key.i])
+            draw_by_key(where, traced.graph.graph, inputs[key.i])
         return traced
 
     def trace(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
@@ -217,17 +225,19 @@ class ModuleTraces(NamedTraces):
         )
         fail(where, "x", f"arguments with which {self.label} runs", f"{given}: {error}", kind)
 
-    def _tried(self, run: Any, given: list[Tensor], buffers: dict[str, Tensor]) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+    def _tried(
+        self, run: Any, given: list[Tensor], names: list[str], buffers: dict[str, Tensor]
+    ) -> tuple[tuple[str, ...], dict[str, Tensor]]:
         """The names of the buffers to which a call on these writes; and, by name, the tensors that it puts in their places."""
         self._own = own = {name: b.clone() for name, b in buffers.items()}
         versions = Versions.of(own)
         try:
-            with torch.no_grad(), torch.random.fork_rng():
+            with self.outside.learning(), first_run(f"{self.label}_fwd", self.label, names, given):
                 run(given)
         finally:
             self._own = None
         made = {name: t for name, t in self._left.items() if t is not own[name]}
-        # a batch norm writes without counting
+        # a batch norm writes without counting, and another forward replaces its buffer
         found = {*map(id, versions.written()), *[id(b) for name, b in own.items() if not torch.equal(b, buffers[name])]}
         return tuple([name for name, b in own.items() if id(b) in found or name in made]), made
 
@@ -257,13 +267,6 @@ class ModuleTraces(NamedTraces):
         self._left = {name: left[name] for name in own}
         y = _plain(where, "y", found if self.output is None else self.output(found))
         return WithExtras(y, self._left) if own and self._own is None else y
-
-
-def _states() -> dict[str, bytes]:
-    """The states of the generators beside torch's. A program that has not imported NumPy does not draw from it."""
-    numpy = sys.modules.get("numpy")
-    states = {"Python's random": random.getstate()} | ({} if numpy is None else {"numpy.random": numpy.random.get_state()})
-    return {name: pickle.dumps(state) for name, state in states.items()}
 
 
 def _extras(x_shape: Any) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from funcops.adapters.flatten import Shape, TensorIndex, flatten, gradients, ind
 from funcops.adapters.from_function.compiled import Watched, constants, stand_in, uncompiled
 from funcops.adapters.from_function.cut import Cutter, Graphs, Rules, has_gradient
 from funcops.adapters.from_function.joint import Joint, Like, copied, refuse_trained, resolved, trace
-from funcops.adapters.from_function.outside import ReadByFunction, ReadByModule
+from funcops.adapters.from_function.outside import ReadByFunction
 from funcops.adapters.from_function.plan import run_once
+from funcops.adapters.from_function.read_by_module import ReadByModule
 from funcops.engine.contract import rerun
 from funcops.engine.contract.accumulators import accumulate
 from funcops.engine.contract.configs import OpConfig, require_config
@@ -428,8 +429,18 @@ def _named(shape: Any) -> Any:
 
 
 def defaults() -> tuple[Any, ...]:
-    """The global state of torch on which a trace depends."""
-    return torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()
+    """The global state of torch on which a trace depends: its products and attention are chosen by it, or a model reads it."""
+    cuda, flags = torch.backends.cuda, torch.backends
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        (cuda.math_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+        (flags.cudnn.enabled, flags.mha.get_fastpath_enabled(), flags.opt_einsum.enabled, flags.opt_einsum.strategy),
+    )
 
 
 def _check_leaves(where: str, params: Any, x: Any) -> None:

@@ -1,4 +1,4 @@
-"""The values that a function reads beside its arguments: a trace holds for them alone."""
+"""The values that a function reads beside its arguments: a trace holds for them alone. `read_by_module.py` has a module's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-
-from funcops.engine.errors import join_path
 
 LONGEST = 64  # of the lists and dicts of plain values whose values are compared by their reprs at every call
 LARGEST = 2**20  # of the arrays whose bytes are compared
@@ -96,10 +94,10 @@ def names_of_tensors(reads: list[Read]) -> dict[int, str]:
 
 
 def values_of(reads: list[Read]) -> tuple[Any, ...]:
-    return tuple([_frozen(read()) for _, read in reads])
+    return tuple([frozen(read()) for _, read in reads])
 
 
-def _frozen(value: Any, around: frozenset[int] = frozenset()) -> Any:
+def frozen(value: Any, around: frozenset[int] = frozenset()) -> Any:
     """A value that equals another one exactly if a trace with either is the same, as far as that can be known."""
     kind = type(value)
     if kind in PLAIN:
@@ -110,16 +108,21 @@ def _frozen(value: Any, around: frozenset[int] = frozenset()) -> Any:
         if len(value) > LONGEST and {*map(type, every)} <= {*PLAIN}:
             return kind, Each(every)
         if isinstance(value, dict):
-            return kind, tuple([(_frozen(key, around), _frozen(one, around)) for key, one in value.items()])
-        found = [_frozen(one, around) for one in value]
+            return kind, tuple([(frozen(key, around), frozen(one, around)) for key, one in value.items()])
+        found = [frozen(one, around) for one in value]
         return kind, frozenset(found) if isinstance(value, (set, frozenset)) else tuple(found)
     if isinstance(value, nn.Module):  # in another mode, or with another part, it computes something else
         return tuple([(Same(part), part.training, *map(Same, _held(part))) for part in value.modules()])
+    return Same(value) if (bits := bits_of(value)) is None else (kind, *bits)
+
+
+def bits_of(value: Any) -> tuple[Any, ...] | None:
+    """The contents of an array of numbers; None for a large one, and for any other value."""
     try:
-        view = memoryview(value)  # of an array
-        return (kind, view.format, view.shape, view.tobytes()) if view.nbytes <= LARGEST else Same(value)
+        view = memoryview(value)
+        return (view.format, view.shape, view.tobytes()) if view.nbytes <= LARGEST else None
     except (TypeError, ValueError, BufferError):
-        return Same(value)
+        return None
 
 
 def _held(part: nn.Module) -> Iterator[Any]:
@@ -143,89 +146,9 @@ class ReadByFunction:
         return names_of_tensors(self.reads)
 
 
-class ReadByModule:
-    """All that a module's forward reads beside its arguments: its parts and their attributes, what the functions of its classes
-    read, and the attributes of objects that it holds, such as a model's config. The values of its parameters are arguments.
-
-    Every call asks, so the quick look compares nothing but identities, in one pass."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.number = module, 0
-        known: set[Any] = set()
-        classes = {type(part): None for part in module.modules()}
-        self.reads = [read for cls in classes for read in read_outside(cls.forward, known)]
-        self._look()
-
-    def values(self) -> int:
-        """A number that is another one after a change."""
-        if not self._same():
-            before = self.frozen
-            self._look()
-            self.number += self.frozen != before  # not after an equal number was assigned
-        return self.number
-
-    def mode(self) -> Any:
-        """The modes of all parts, and which parameters are trained; as of the last call of `values`."""
-        return tuple([part.training for part in self.parts]), tuple([p.requires_grad for p in self.params.values()])
-
-    def names(self) -> dict[int, str]:
-        return names_of_tensors(self.reads) | {id(b): name for name, b in self.module.named_buffers()}
-
-    def changed(self, before: Any) -> str:
-        """The path of the first attribute that has changed since `frozen` was `before`, or ""."""
-        if self.frozen == before:
-            return ""
-        parts = dict(self.module.named_modules())
-        if len(parts) == len(self.frozen[0]) == len(before[0]):
-            for path, (own, _), (was, _) in zip(parts, self.frozen[0], before[0], strict=True):
-                for name in own:
-                    if name not in was or own[name] != was[name]:
-                        return join_path(path, name)
-        return "a part, or an attribute of an object that it holds"
-
-    def _same(self) -> bool:
-        live, values = self.live
-        if sum(map(len, live)) != len(values) or not all(map(operator.is_, itertools.chain.from_iterable(live), values)):
-            return False
-        if not all([read() is value for (_, read), value in zip(self.reads, self.read, strict=True)]):
-            return False
-        return all([one == before for one, before in self.sets])
-
-    def _look(self) -> None:
-        self.parts, self.params = list(self.module.modules()), dict(self.module.named_parameters())
-        self.read = [read() for _, read in self.reads]
-        own = [values for part in self.parts for values in (vars(part), part._parameters, part._buffers, part._modules)]
-        held = {id(one): one for part in self.parts for name, one in vars(part).items() if name not in MEMBERS}
-        objects = [one for one in held.values() if hasattr(one, "__dict__") and not isinstance(one, (*_OPAQUE, *CONTAINERS))]
-        inside = _containers([*held.values(), *self.read, *map(vars, objects)])
-        self.sets = [(one, frozenset(one)) for one in inside if isinstance(one, set)]
-        live = [one.values() if isinstance(one, dict) else one for one in (*own, *inside) if not isinstance(one, set)]
-        self.live = live, tuple(itertools.chain.from_iterable(live))
-        # a parameter is an argument, so only its name counts; a part's mode is asked for apart
-        parts = [
-            ({n: by_identity(one) for n, one in vars(part).items() if n not in MEMBERS}, list(part._parameters))
-            for part in self.parts
-        ]
-        members = [list(map(Same, (*part._buffers.values(), *part._modules.values()))) for part in self.parts]
-        self.frozen = parts, members, [_frozen(vars(one)) for one in objects], list(map(by_identity, self.read))
-
-
-def _containers(values: list[Any]) -> list[Any]:
-    """The containers among these values, and those inside them, each once."""
-    found: dict[int, Any] = {}
-    todo = [one for one in values if isinstance(one, CONTAINERS)]
-    while todo:
-        one = todo.pop()
-        if found.setdefault(id(one), one) is one:
-            inner = one.values() if isinstance(one, dict) else one
-            todo += [part for part in inner if isinstance(part, CONTAINERS) and id(part) not in found]
-    return list(found.values())
-
-
 # the last two are what a recurrent module makes of its parameters whenever one is swapped
 MEMBERS = ("training", "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")
-_OPAQUE = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
 
 def by_identity(value: Any) -> Any:
-    return Same(value) if isinstance(value, nn.Module) else _frozen(value)
+    return Same(value) if isinstance(value, nn.Module) else frozen(value)
