@@ -1,5 +1,7 @@
 """The page on existing models in depth: each sentence has a test, which this file names or is."""
 
+import types
+
 import pytest
 import torch
 from existing_models import (
@@ -27,7 +29,7 @@ from launches import Operators
 from sentences import ROOT, check_held, checks, sentences
 from torch import nn
 
-from funcops import TorchConfig, op_from_torch, random
+from funcops import TorchConfig, op_from_module, op_from_torch, random
 from funcops import nn as fnn
 from funcops.low_precision import NVFP4, Fp8Block
 
@@ -127,6 +129,45 @@ def numbers_of_python_are_drawn_once_a_trace():
     assert first == again != other
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.array, self.config = torch.ones(2**18).numpy(), types.SimpleNamespace(inner=Inner())
+
+    def forward(self, x):
+        return x * float(self.array[0]) * getattr(self.config.inner, "".join(("po", "wer"))).by
+
+
+class Inner:
+    def __init__(self):
+        self.power = types.SimpleNamespace(by=2.0)
+        self.power.owner = self
+
+
+def some_changes_are_not_seen():
+    """An array of four bytes more than 1 MiB, and a name that is made at run time."""
+    module, x = Scaled(), torch.ones(3)
+    module.array = torch.ones(2**18 + 1).numpy()
+    op, params = op_from_module(module, x)
+    y, _ = op.fwd(params, x, TorchConfig())
+    module.array[0] = 5.0
+    module.config.inner.power.by = 3.0
+    assert torch.equal(op.fwd(params, x, TorchConfig())[0], y) and not torch.equal(module(x), y)
+
+
+class Asks(nn.Module):
+    def forward(self, x):
+        return x * (2 if torch.is_grad_enabled() else 3)
+
+
+def traces_are_in_grad_mode():
+    op, params = op_from_module(Asks(), torch.ones(3))
+    with torch.no_grad():
+        assert torch.equal(op.fwd(params, torch.ones(3), TorchConfig())[0], Asks()(torch.ones(3)) / 3 * 2)
+    with torch.inference_mode():
+        assert torch.equal(op.fwd(params, torch.ones(3), TorchConfig())[0], 2 * torch.ones(3))
+
+
 HELD = {  # by how each sentence of the page begins: what holds it
     "This page has what": LINKS,
     "Its code builds on this": BLOCKS,
@@ -188,6 +229,7 @@ HELD = {  # by how each sentence of the page begins: what holds it
         f"{WHOLE}test_gradients_are_autograds_to_the_bit",
         f"{WHOLE}test_fewer_bytes_than_autograd",
         f"{WHOLE}test_residuals_have_the_names_of_modules",
+        f"{ADAPTERS}test_drawn_modules.py::test_a_drawn_module",
     ),
     "The names under `kept`": f"{RULES}test_lossless_rules_change_no_bit",
     "`Recompute` lets the": (
@@ -198,14 +240,18 @@ HELD = {  # by how each sentence of the page begins: what holds it
     "A module whose shapes": (
         f"{WHOLE}test_what_cannot_be_traced_is_refused_before_anything_is_changed",
         f"{WHOLE}test_wrong_arguments",
+        f"{ADAPTERS}test_drawn_modules.py::test_what_is_refused_changes_nothing",
     ),
+    "So does one that": f"{ADAPTERS}test_drawn_modules.py::test_what_is_refused_changes_nothing",
     "Every new shape, dtype": f"{WHOLE}test_other_shapes_and_modes_are_other_traces",
     "Equal layers are traced": (
         f"{ADAPTERS}test_equal_layers.py::test_deep_models_cost_hardly_more_traced_operators",
         f"{ADAPTERS}test_equal_layers.py::test_a_trace_holds_one_of_equal_layers_at_a_time",
     ),
     "What the forward writes": f"{WHOLE}test_buffers_as_values",
-    "A change of the module": f"{WHOLE}test_a_change_of_the_module_is_traced_anew",
+    "A change after the": f"{ADAPTERS}test_changes_after_the_trace.py::test_a_change_is_traced_anew",
+    "It does not see": some_changes_are_not_seen,
+    "Every trace is in": traces_are_in_grad_mode,
     "It draws random": (
         f"{WHOLE}test_gradients_are_autograds_to_the_bit",
         f"{ADAPTERS}test_keyed_modules.py::test_a_key_makes_it_a_function_that_may_run_again",
