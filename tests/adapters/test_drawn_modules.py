@@ -155,7 +155,7 @@ REASONS = (
     "draws normal numbers into contiguous tensors",
     "writes neither to its inputs nor to its parameters",
     "leaves its attributes as they are",
-    "whose backward reads no parameters anew",
+    "whose backward reads no parameter again",
     "whose backward draws nothing again",
 )
 

@@ -93,7 +93,7 @@ class Scope(NamedTuple):
 
 class Walk:
     """All that the functions that ran read: what modules hold; attributes of objects; attributes of classes and globals by their
-    names; closures and defaults. `parts`: the modules whose parameters and modes are no values here."""
+    names; closures and defaults. `parts`: the modules whose parameters and modes are left out."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], parts: Sequence[nn.Module], ran: Ran) -> None:
         self.parts, self.ran = {*map(id, parts)}, dict(ran)
