@@ -289,7 +289,7 @@ class ReadByModule:
     def learning(self) -> Iterator[None]:
         """A block in which the module runs: what its functions read is looked at from then on."""
         ran, before = Ran(), sys.getprofile()
-        importing: types.FrameType | None = None  # what the import of a file runs is no part of the forward
+        importing: types.FrameType | None = None  # the forward has no part in the import of a file
 
         def seen(frame: types.FrameType, event: str, arg: Any) -> None:
             nonlocal importing
