@@ -1,5 +1,6 @@
 """`op_from_module`: wrong arguments are named, right ones of every kind pass; threads, and an interrupted trace."""
 
+import itertools
 import re
 import threading
 
@@ -190,23 +191,17 @@ def test_threads_at_once():
         assert torch.equal(y, want) and all(torch.equal(a, b) for a, b in zip((dx, *dparams.values()), grads, strict=True))
 
 
-class Runs:
-    """How many are left before one is interrupted. Its slot is not among the attributes that a trace compares."""
-
-    __slots__ = ("left",)
-
-
 class Interrupts(nn.Module):
+    """Counts its runs by an iterator, whose state a trace does not compare."""
+
     def __init__(self):
         super().__init__()
-        self.layers, self.runs = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.GRU(6, 6)), Runs()
-        self.runs.left = 0
+        self.layers, self.runs, self.at = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.GRU(6, 6)), itertools.count(1), 0
         self.register_buffer("gain", torch.ones(6))
 
     def forward(self, x):
-        self.runs.left -= 1
         h = self.layers[1](self.layers[0](x * self.gain))
-        if self.runs.left == 0:
+        if next(self.runs) == self.at:
             raise KeyboardInterrupt
         return self.layers[2](h)[0]
 
@@ -229,14 +224,14 @@ def test_an_interrupted_trace_leaves_nothing():
     before = state(module)
     op, params = op_from_module(module, x)
     assert state(module) == before
-    runs = -module.runs.left
+    runs = next(module.runs) - 1
     assert runs > 2
     for at in range(1, runs + 1):
-        module.runs.left = at
+        module.runs, module.at = itertools.count(1), at
         with pytest.raises(KeyboardInterrupt):
             op.fwd(params, longer, CFG)
         assert state(module) == before, at
-    module.runs.left = 0
+    module.at = 0
     assert torch.equal(op.fwd(params, longer, CFG)[0], module(longer))
 
 

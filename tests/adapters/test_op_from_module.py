@@ -510,8 +510,8 @@ class Objects(nn.Module):
         (Listed(), ValueError, "Listed must be a module whose shapes and steps do not depend on values .*, got Tensor.tolist"),
         (Counted(), ValueError, "Counted must be a module whose shapes and steps do not depend on values .*, got aten.index"),
         (Drawn(0.5), ValueError, "Drawn must be a module whose shapes and steps do not depend on .* random numbers"),
-        (Chance(random.random), ValueError, "draws random numbers from torch alone, .* one that draws from Python's random"),
-        (Chance(np.random.rand), ValueError, "draws random numbers from torch alone, .* one that draws from numpy.random"),
+        (Chance(random.random), ValueError, "draws its random numbers with torch, got one that draws some with Python's random"),
+        (Chance(np.random.rand), ValueError, "draws its random numbers with torch, got one that draws some with .* numpy.random"),
         (nn.Sequential(Calls(100)), ValueError, "leaves its attributes as they are, .* got one that assigns 0.calls"),
         (
             Again(True),
