@@ -220,12 +220,13 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None, bounds: Any =
 
 
 def _bind(op: Op, params: Any, x: Any, cfg: Any, key: Any) -> Bound:
+    found = _bound
     if getattr(op.fwd, "any_tree", False):  # cfg does not determine the structure
-        key = *key, structure((params, x)), repr(cfg)
-    if key not in _bound:
+        key, found = (*key, structure((params, x)), repr(cfg)), vars(op.fwd).setdefault("bound", {})  # as the op may be dropped
+    if key not in found:
         params_shape, x_shape, _, needs = taken_apart(params, x)
-        _bound[key] = Bound(op, cfg, needs, params_shape, x_shape)
-    return _bound[key]
+        found[key] = Bound(op, cfg, needs, params_shape, x_shape)
+    return found[key]
 
 
 def differentiable(op: HasFwd[P, X, C, Y, R]) -> Run[P, X, C, Y]:

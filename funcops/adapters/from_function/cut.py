@@ -399,7 +399,9 @@ class Cutter:
                 graph.add_edge((node, 0), (node, 1), capacity=0 if node in saved else cost)
             else:
                 graph.add_edge((node, 0), (node, 1))  # without a bound: a view is kept as its base, a tuple by its elements
-            if node in self.inputs or node in fixed or not (cheap(node) or maker(node) in free):
+            # a copy of a captured tensor is one of a buffer that the forward writes to: its caller may put the new value there
+            copies = _name(node) == "clone" and node.args[0] in self.captured
+            if node in self.inputs or node in fixed or copies or not (cheap(node) or maker(node) in free):
                 graph.add_edge("forward", (node, 0))
             if node in self.inputs:
                 continue
@@ -441,6 +443,7 @@ class Cutter:
         graph, copies, again = fx.Graph(), dict[fx.Node, fx.Node](), inputs is not self.leaves
         for i, node in enumerate(inputs):
             copies[node] = graph.placeholder(f"i{i}")
+            copies[node].meta = dict(node.meta)
         joined = {twin: found for twin, found in self.twins.items() if twin in part and found[0] in part}
         masks = {node: (at, mask) for node, at, mask in joined.values()}
         for node in self.in_order(part, inputs, results):

@@ -22,7 +22,7 @@ from funcops.adapters.from_function.read_by_module import ReadByModule
 from funcops.engine.contract.marks import Versions, version
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
-from funcops.engine.errors import describe, describe_tree, differing, fail, join_path, require_callable, require_type
+from funcops.engine.errors import check, describe, describe_tree, differing, fail, join_path, require_callable, require_type
 from funcops.engine.random import check_key
 from funcops.engine.residuals.policy import Action, Policy
 from funcops.engine.trees import WithExtras, paths
@@ -130,10 +130,11 @@ class ModuleTraces(NamedTraces):
     """The traces of a module, whose forward and buffers are called as a pure function."""
 
     held = True  # x is a batch, which its loop holds
+    settles = True  # `joint` refuses a module that changes its attributes again
     outside: ReadByModule
 
-    def __init__(self, module: nn.Module, output: Callable[[Any], Any] | None) -> None:
-        super().__init__(type(module).__name__, self._call, TorchConfig, self.own_params, ReadByModule(module))
+    def __init__(self, module: nn.Module, output: Callable[[Any], Any] | None, beside: frozenset[str] = frozenset()) -> None:
+        super().__init__(type(module).__name__, self._call, TorchConfig, self.own_params, ReadByModule(module, beside))
         self.module, self.output = module, output
         self.written: tuple[str, ...] = ()  # names of buffers that the forward writes to, of the trace that is made
 
@@ -171,11 +172,18 @@ class ModuleTraces(NamedTraces):
         return super()._trace(cfg, params_shape, *rest)
 
     def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...], x_shape: Any) -> Joint:
+        undo = self.outside.restorer()
+        try:
+            return self._joint(run, leaves, asked, x_shape)
+        except BaseException:
+            undo()  # a forward that counts, or assigns its buffers, has done so
+            raise
+
+    def _joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...], x_shape: Any) -> Joint:
         where, count = f"{self.label}_fwd", len(self.outside.params)
         names = [*[join_path("params", name) for name in self.outside.params], *["an input"] * len(leaves[count:])]
         with torch.inference_mode(False):  # an inference tensor has no gradient, but its copy has
             given = [copied(t) if i >= count or t.is_inference() else t.detach() for i, t in enumerate(leaves)]
-        attributes = [(part, dict(vars(part))) for part in self.module.modules()]
         # asked before each trace, as another part or shape may have others
         before = dict(self.module.named_buffers())
         self.written, made = self._tried(run, given, names, before)
@@ -193,9 +201,6 @@ class ModuleTraces(NamedTraces):
             fail(where, self.label, wanted, f"one that reads {read[0]}")
         self.outside.values()
         if changed := self.outside.changed(settled):
-            for part, own_attributes in attributes:  # as before the first run
-                vars(part).clear()
-                vars(part).update(own_attributes)
             wanted = "a module whose forward leaves its attributes as they are, as a trace does not run it again"
             fail(where, self.label, wanted, f"one that assigns {changed}")
         buffers = dict(self.module.named_buffers())
@@ -237,6 +242,8 @@ class ModuleTraces(NamedTraces):
         finally:
             self._own = None
         made = {name: t for name, t in self._left.items() if t is not own[name]}
+        for name, t in made.items():
+            check(f"{self.label}_fwd", f"the new value of its buffer {name}", t, own[name].shape, own[name].dtype)
         # a batch norm writes without counting, and another forward replaces its buffer
         found = {*map(id, versions.written()), *[id(b) for name, b in own.items() if not torch.equal(b, buffers[name])]}
         return tuple([name for name, b in own.items() if id(b) in found or name in made]), made
@@ -251,22 +258,27 @@ class ModuleTraces(NamedTraces):
         if own is None:
             buffers = dict(self.module.named_buffers())
             own = {name: given.get(name, buffers[name]).clone() for name in self.written}
-        args = main if type(main) is tuple else () if isinstance(main, Mapping) else (main,)
-        kwargs = dict(main) if isinstance(main, Mapping) else {}
         if self._own is not None and (odd := [path for path, t in _tensors({"params": params, "x": x}) if t.is_meta]):
             fail(where, odd[0], "a tensor with values, as a trace runs the module", "one on the meta device")
+        values = {**params, **given, **own}
         try:
-            with lent(self.module, {**params, **given, **own}) as left:
-                found = self.module(*args, **kwargs)
+            y = self.result(values, main)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if self._own is None:  # it ran with them before
+            if self._own is None or str(error).startswith(f"{where}: "):  # it ran with them before, or says it itself
                 raise
             self._complain(where, params, main, error)
-        self._left = {name: left[name] for name in own}
-        y = _plain(where, "y", found if self.output is None else self.output(found))
+        self._left = {name: values[name] for name in own}
         return WithExtras(y, self._left) if own and self._own is None else y
+
+    def result(self, values: dict[str, Tensor], x: Any) -> Any:
+        """The module's result with these parameters and buffers, as a tree of tensors. `values` gets what its forward assigns."""
+        args = x if type(x) is tuple else () if isinstance(x, Mapping) else (x,)
+        with lent(self.module, values) as left:
+            found = self.module(*args, **(dict(x) if isinstance(x, Mapping) else {}))
+        values.update(left)
+        return _plain(f"{self.label}_fwd", "y", found if self.output is None else self.output(found))
 
 
 def _extras(x_shape: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from funcops.adapters.flatten import Shape, TensorIndex, flatten, gradients, ind
 from funcops.adapters.from_function.compiled import Watched, constants, stand_in, uncompiled
 from funcops.adapters.from_function.cut import Cutter, Graphs, Rules, has_gradient
 from funcops.adapters.from_function.joint import Joint, Like, copied, refuse_trained, resolved, trace
+from funcops.adapters.from_function.missing import without
 from funcops.adapters.from_function.outside import ReadByFunction
 from funcops.adapters.from_function.plan import run_once
 from funcops.adapters.from_function.read_by_module import ReadByModule
@@ -110,6 +111,12 @@ class Traced:
         return _takers[number].watched.kept(self.asking(Needs(*masks)))  # type: ignore[no-any-return]
 
     asking_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def without(self, missing: frozenset[int]) -> Traced:
+        """The same trace, cut for gradients of all outputs but these."""
+        if missing not in self.cuts:
+            self.cuts[missing] = dataclasses.replace(self, graphs=without(self.graphs, missing), cuts={})
+        return self.cuts[missing]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"cutter": None, "cuts": {}}  # residuals in another process need their graphs, but no other cut
@@ -239,6 +246,7 @@ class Traces:
     held = False  # whether the caller keeps x anyway
     named: Any = None  # see `Op.named`
     quick = False  # whether each node of a graph is called in the fastest way
+    settles = False  # whether only the first run of a trace may change what is read outside
 
     def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor], list[Tensor]]:
         """The trace for these trees, their leaves, and what its graph takes for them."""
@@ -312,7 +320,11 @@ class Traces:
             found = memo[1].get((key, _offsets(flat)))
         if found is None:
             with one_at_a_time:
-                found = memo[1][key] = self._trace(cfg, params_shape, x_shape, flat, count)
+                found = self._trace(cfg, params_shape, x_shape, flat, count)
+            if self.settles and (values := self.outside.values()) != memo[0]:
+                memo = self.memo = values, {}
+                self.watched.clear()
+            memo[1][key] = found
             if found.graphs.placed:
                 memo[1][key, _offsets(flat)] = found
             self.last = found
@@ -374,14 +386,16 @@ class Traces:
         kept = {n: leaves[given[n]] if n in given else captured[n] if n in captured else next(values) for n in own.graphs.kept}
         kept.update({n: to_form(kept[n], action) for n, action in own.graphs.actions.items()})
         node: Any = TorchResiduals
-        return unflatten(own.y_shape, found[:count]), node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
+        return unflatten(own.y_shape, _distinct(found[:count])), node.keep(
+            cfg, needs, kept=kept, traced=own, inputs=own
+        ) if needs else None
 
     def inputs(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
         own: Traced = residuals.traced
         label = f"{self.label}_dgrad"
-        dys = _as_traced_dys(label, own, dy)
+        own, dys = _as_traced_dys(label, own, dy)
         kept = _laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept, own.graphs.idle)
-        found = own.graphs.dgrad.forward(*kept, *dys)
+        found = own.graphs.dgrad.forward(*kept, *dys.values())
         dx, middle = own.dx(found)
         if not residuals.needs.params:
             return dx, None
@@ -394,9 +408,9 @@ class Traces:
     def backward(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
         own: Traced = residuals.traced
         label = f"{self.label}_bwd"
-        dys = _as_traced_dys(label, own, dy)
+        own, dys = _as_traced_dys(label, own, dy)
         kept = _laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept)
-        dx, dparams = own.dx(own.graphs.backward.forward(*kept, *dys))
+        dx, dparams = own.dx(own.graphs.backward.forward(*kept, *dys.values()))
         return dx, unflatten(own.params_shape, own.spread(dparams, 0, own.params)) if residuals.needs.params else None
 
     def weights(self, pending: Any, cfg: Any, into: Any) -> Any:
@@ -419,6 +433,12 @@ def _offsets(leaves: list[Tensor]) -> tuple[int, ...]:
 
 
 _USUAL = {Tensor, torch.nn.Parameter}
+
+
+def _distinct(ys: Any) -> list[Tensor]:
+    """The outputs, each a tensor of its own: autograd sends all gradients of a tensor that a node returns twice to the last one."""
+    seen: dict[int, int] = {}
+    return [y if seen.setdefault(id(y), i) == i else y.view_as(y) for i, y in enumerate(ys)]
 
 
 def _named(shape: Any) -> Any:
@@ -496,8 +516,9 @@ def _of_tensors(shape: Any) -> Any:
     return None
 
 
-def _as_traced_dys(label: str, own: Traced, dy: Any) -> list[Any]:
-    """The gradients of the outputs in the layouts for which a graph was traced; None for integers, of which it reads none."""
+def _as_traced_dys(label: str, own: Traced, dy: Any) -> tuple[Traced, dict[int, Any]]:
+    """The trace for the outputs that have gradients, and these by number, in the layouts for which it was traced; None for
+    integers, of which it reads none."""
     _check_mirror(label, "dy", own.y_shape, dy)
     outputs, values = own.graphs.outputs, gradients(own.y_shape, dy, [])
     for i, (d, like) in enumerate(zip(values, outputs, strict=True)):
@@ -506,8 +527,13 @@ def _as_traced_dys(label: str, own: Traced, dy: Any) -> list[Any]:
             if not has_gradient(like.dtype):
                 fail(label, path, "None, as integers have no gradient", describe(d), TypeError)
             check(label, path, d, like.shape, like.dtype)
-    given = [d if d is not None or not has_gradient(like.dtype) else like.zeros() for d, like in zip(values, outputs, strict=True)]
-    return [d if d is None else like.laid_out("", "", d) for d, like in zip(given, outputs, strict=True)]
+    able = [has_gradient(like.dtype) for like in outputs]
+    missing = frozenset([i for i, d in enumerate(values) if d is None and able[i]])
+    if len(missing) == sum(able):
+        return own, {i: like.zeros() if able[i] else None for i, like in enumerate(outputs)}
+    given = {i: d for i, d in enumerate(values) if i not in missing}
+    laid_out = {i: d if d is None else outputs[i].laid_out("", "", d) for i, d in given.items()}
+    return own.without(missing) if missing else own, laid_out
 
 
 def _unshared(dparams: Any, kept: Any) -> Any:

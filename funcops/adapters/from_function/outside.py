@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dis
 import functools
 import itertools
 import operator
@@ -76,8 +77,9 @@ def read_outside(fn: Any, seen: set[Any]) -> Iterator[Read]:
 
 
 def _names_in(code: types.CodeType) -> frozenset[str]:
-    """The names that the code and the functions written inside it look up."""
-    return frozenset(code.co_names).union(*[_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)])
+    """The names that the code and the functions written inside it look up, without the names of attributes."""
+    own = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(own).union(*[_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)])
 
 
 def names_of_tensors(reads: list[Read]) -> dict[int, str]:

@@ -17,7 +17,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -95,14 +95,15 @@ class Walk:
     """All that the functions that ran read: what modules hold; attributes of objects; attributes of classes and globals by their
     names; closures and defaults. `parts`: the modules whose parameters and modes are left out."""
 
-    def __init__(self, roots: Iterable[tuple[str, Any]], parts: Sequence[nn.Module], ran: Ran) -> None:
-        self.parts, self.ran = {*map(id, parts)}, dict(ran)
+    def __init__(self, parts: Sequence[nn.Module], ran: Ran, beside: frozenset[str]) -> None:
+        """`parts`: the whole module first; `beside`: its attributes that are no values here, either."""
+        self.parts, self.ran, self.root, self.beside = {*map(id, parts)}, dict(ran), parts[0], beside
         self.seen, self.names, self.classes = dict[int, Any](), dict[str, None](), dict[type, Scope]()
         self.scopes, self.globals, self.whole = list[Scope](), dict[int, Scope](), list[tuple[str, Any]]()
         self.sized, self.views = list[Any](), list[Any]()  # containers, and what to compare of each
         self.arrays, self.typed = list[tuple[Any, Any]](), list[Any]()
         self.cells, self.owners, self.tensors = list[tuple[str, Any]](), list[tuple[str, Any, str]](), dict[int, str]()
-        self.todo = collections.deque(roots)
+        self.todo = collections.deque[tuple[str, Any]]([("", parts[0])])
         self.of_class(Tensor)
         for code, variables in ran.values():
             self.of_code(code, variables)
@@ -154,7 +155,8 @@ class Walk:
         members = part._parameters, part._buffers, part._modules
         self.sized += [vars(part), *members]
         self.views += [one.values() for one in (vars(part), *members)]
-        own = {n: one for n, one in vars(part).items() if n not in MEMBERS}
+        left_out = {*MEMBERS, *getattr(type(part), "_funcops_caches", ()), *(self.beside if part is self.root else ())}
+        own = {n: one for n, one in vars(part).items() if n not in left_out}
         self.whole += [(label, one) for one in (own, part._buffers, part._modules)]
         if id(part) in self.parts:
             self.whole.append((label, dict.fromkeys(part._parameters)))
@@ -270,8 +272,9 @@ _contents = operator.attrgetter("cell_contents")
 class ReadByModule:
     """All that a module's forward reads beside its arguments. The values of its parameters are arguments."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.number, self.ran = module, 0, Ran()
+    def __init__(self, module: nn.Module, beside: frozenset[str] = frozenset()) -> None:
+        """`beside`: attributes of the module, not of its parts, that its call reads but its forward does not."""
+        self.module, self.number, self.ran, self.beside = module, 0, Ran(), beside
         self.constants: list[tuple[Tensor, Any]] = []  # tensors of whose values a trace made numbers, and their versions
         self._look()
 
@@ -327,6 +330,19 @@ class ReadByModule:
                     return str(path)
         return ""
 
+    def restorer(self) -> Callable[[], None]:
+        """A function that gives all parts the attributes, and their lists, dicts and sets the members, that they have now."""
+        parts = [values for part in self.module.modules() for values in (vars(part), part._buffers, part._modules)]
+        inside = _containers([one for values in parts for one in values.values()])
+        before = [(one, one.copy()) for one in [*parts, *inside] if isinstance(one, (list, dict, set, collections.deque))]
+
+        def restore() -> None:
+            for one, was in before:
+                one.clear()
+                (one.extend if isinstance(one, (list, collections.deque)) else one.update)(was)
+
+        return restore
+
     def _now(self) -> Iterator[Any]:
         gone = itertools.repeat(_GONE)
         return itertools.chain(
@@ -345,7 +361,7 @@ class ReadByModule:
 
     def _look(self) -> None:
         self.parts, self.params = list(self.module.modules()), dict(self.module.named_parameters())
-        self.walk = walk = Walk([("", self.module)], self.parts, self.ran)
+        self.walk = walk = Walk(self.parts, self.ran, self.beside)
         self.cells, self.typed = [cell for _, cell in walk.cells], [one for _, one in walk.typed]
         self.attributes = [one for _, one, _ in walk.owners], [name for _, _, name in walk.owners]
         named = [(one, name) for one in (*walk.scopes, *walk.globals.values()) for name in one.named]
@@ -366,3 +382,15 @@ class ReadByModule:
         first: dict[int, str] = {}  # a parameter is an argument, but two names of one are one argument
         tied = [(name, first.setdefault(id(p), name)) for name, p in self.module.named_parameters(remove_duplicate=False)]
         self.frozen += [(name, one) for name, one in tied if name != one]
+
+
+def _containers(values: list[Any]) -> list[Any]:
+    """The containers among these values, and those inside them, each once."""
+    found: dict[int, Any] = {}
+    todo = [one for one in values if isinstance(one, CONTAINERS)]
+    while todo:
+        one = todo.pop()
+        if found.setdefault(id(one), one) is one:
+            inner = one.values() if isinstance(one, dict) else one
+            todo += [part for part in inner if isinstance(part, CONTAINERS) and id(part) not in found]
+    return list(found.values())

@@ -63,6 +63,7 @@ class Prepared(nn.Module):
 
     _origin: Any = nn.Module  # the class from which it also inherits: torch's, or a model's
     _theirs: Any = nn.Module.forward  # the forward that class had when this class was made
+    _funcops_caches = CACHES  # what `ReadByModule` leaves out
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
