@@ -12,6 +12,7 @@ ROOT = SCRIPT.parents[2]
 
 
 MODES = ("ddp", "ddp-delayed", "fsdp", "fsdp-delayed", "fsdp-recipe")
+MODES += ("ddp-whole", "ddp-unused-whole", "fsdp-root-whole", "fsdp-blocks-whole", "fsdp-nested-whole")
 
 
 @pytest.fixture(scope="module")

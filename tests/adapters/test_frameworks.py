@@ -111,6 +111,37 @@ def test_mixed_precision_trains(run, tmp_path):
     assert not torch.equal(found[True, True], found[True, False]), "it did run in bfloat16"
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("run", [by_trainer, by_accelerate, by_lightning], ids=lambda run: run.__name__)
+def test_a_whole_model_has_the_same_losses(run, mixed, tmp_path):
+    want = run(llama(), mixed, tmp_path)
+    model = llama()
+    fnn.from_torch(model, example=stacked(rows()[:2]))
+    assert run(model, mixed, tmp_path) == want and len(want) == STEPS
+    assert model._whole.traces.made == 2, "of the example, and of the batches"
+
+
+def test_a_whole_model_behind_accelerate_is_undone():
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    runner, model, batch = accelerate.Accelerator(cpu=True, mixed_precision="bf16"), llama(), stacked(rows()[:2])
+    fnn.from_torch(model, example=batch)
+    prepared = runner.prepare(model)
+    assert fnn.to_torch(model).left[0].after == "its forward was wrapped or replaced since"
+    assert (
+        type(copy.deepcopy(runner.unwrap_model(prepared, keep_fp32_wrapper=False))(**batch).loss.grad_fn).__name__
+        == "_NodeBackward"
+    )
+    assert fnn.to_torch(model).replaced and "forward" not in vars(model)
+    assert type(model(**batch).loss.grad_fn).__name__ != "_NodeBackward"
+    prepared = runner.prepare(llama())
+    with pytest.raises(
+        ValueError, match="from_torch: model must be a module without a forward of its own, with example .call from_torch before"
+    ):
+        fnn.from_torch(prepared, example=batch)
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
 def test_a_copy_made_in_training_trains_on():
     """A swapped model is copied and saved with the state that mixed precision left in it."""
     model, batch = llama(), stacked(rows()[:4])

@@ -1,13 +1,16 @@
 """Ten steps of the example's decoder on two processes: `python two_processes.py MODES FOLDER`. Each prints for each mode its
 distance from one process; their exit codes are printed last.
 
-MODES, with commas between: ddp, ddp-delayed, fsdp, fsdp-delayed, and fsdp-recipe, with linear layers in blocks of FP8.
+MODES, with commas between: ddp, ddp-delayed, fsdp, fsdp-delayed, and fsdp-recipe, with linear layers in blocks of FP8. Modes with
+"whole" train a model, or each of its blocks, as its joint graph: ddp-whole, ddp-unused-whole, fsdp-root-whole, fsdp-blocks-whole;
+in fsdp-nested-whole the parameters of the blocks are sharded while the whole model is called, so it runs as before.
 """
 
 import copy
 import functools
 import json
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +35,8 @@ ROWS = Fp8Block(keep="input", wgrad="high")  # every row is rounded by itself, o
 def made(mode):
     torch.manual_seed(0)
     model = PlainLlama(**SIZES).double()
+    if "whole" in mode:
+        return model
     assert fnn.from_torch(model, recipe=ROWS if mode == "fsdp-recipe" else None).replaced
     return model
 
@@ -54,6 +59,21 @@ def train(model, part=slice(None), backward=None, parameters=None):
     return losses
 
 
+def as_whole(model, mode, part):
+    """Let the model, or its blocks, run as a joint graph, and return those that do."""
+    x, labels = next(batches())
+    if "blocks" not in mode:
+        assert fnn.from_torch(model, example=(x[part], labels[part])).replaced
+        return [model]
+    seen = []
+    handles = [block.register_forward_pre_hook(lambda _, args: seen.append(args)) for block in model.blocks]
+    model(x[part], labels[part])
+    for block, args, handle in zip(model.blocks, seen, handles, strict=True):
+        handle.remove()
+        assert fnn.from_torch(block, example=args).replaced
+    return list(model.blocks)
+
+
 def refused(model):
     """Codes of a weight that is sharded between calls."""
     try:
@@ -69,8 +89,9 @@ def compare(mode, rank):
     whole = train(single)
     model = made(mode)
     part = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+    graphs = as_whole(model, mode, part) if "whole" in mode else []
     if mode.startswith("fsdp"):
-        for block in model.blocks:
+        for block in model.blocks if "root" not in mode else ():
             fully_shard(block)
         fully_shard(model)
         if mode == "fsdp-recipe":
@@ -86,10 +107,14 @@ def compare(mode, rank):
             store.run()
             store.reduce_sharded(model)
 
-        losses = train(model, part, late if mode == "fsdp-delayed" else None)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            losses = train(model, part, late if mode == "fsdp-delayed" else None)
+        why = [str(one.message) for one in said if "run as before from_torch" in str(one.message)]
+        assert [("DTensor" in one or "has a hook" in one) for one in why] == [True] * (mode == "fsdp-nested-whole"), why
         final = {name: p.full_tensor() for name, p in model.named_parameters()}
     else:
-        wrapped = DistributedDataParallel(model)
+        wrapped = DistributedDataParallel(model, find_unused_parameters="unused" in mode)
 
         def delayed(loss):
             with delayed_wgrad() as store:
@@ -97,12 +122,14 @@ def compare(mode, rank):
             store.run()
             store.reduce(also=model.parameters())  # the head is a plain product
 
-        if mode == "ddp":
+        if "delayed" not in mode:
             losses = train(wrapped, part)
         else:
             with wrapped.no_sync():
                 losses = train(wrapped, part, delayed)
         final = dict(model.named_parameters())
+    for module in graphs:
+        assert module.forward.traces.made <= 2, "the example's, and one of the sharded module's"
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     error = max((final[n] - p).abs().max().item() for n, p in single.named_parameters())

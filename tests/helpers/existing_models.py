@@ -10,6 +10,7 @@ OPS, AGAIN, NODES = (f"{ADAPTERS}test_{name}.py::" for name in ("from_function",
 WHOLE = f"{ADAPTERS}test_op_from_module.py::"
 CUT = f"{ADAPTERS}test_stages_from_module.py::"
 RULES = f"{ADAPTERS}test_policies_in_a_module.py::"
+GRAPH, GRAPHS = f"{ADAPTERS}test_whole.py::", f"{ADAPTERS}test_whole_models.py::"
 TWO_RANKS = f"{ADAPTERS}test_distributed.py::test_two_processes_match_one"
 STRIDES, ALIVE = f"{ADAPTERS}test_torchs_layouts.py::test_strides_are_torchs", f"{ADAPTERS}test_bytes_alive.py::"
 BYTES = f"{ADAPTERS}test_module_bytes.py::"

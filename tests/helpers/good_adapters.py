@@ -94,7 +94,14 @@ ADAPTERS = {
         {("ignore_index", "-1"): "no class has it"},
     ),
     "nn.from_torch": Row(
-        lambda: {"model": torch.nn.Sequential(torch.nn.Linear(4, 4)), "policy": None, "recipe": None, "only": None, "skip": ()},
+        lambda: {
+            "model": torch.nn.Sequential(torch.nn.Linear(4, 4)),
+            "policy": None,
+            "recipe": None,
+            "only": None,
+            "skip": (),
+            "example": None,
+        },
         {"policy": (3, "no such"), "recipe": (3, "fp8_block"), "only": (3, (3,)), "skip": (3, (3,))},
         {("skip", "[]"): "none"},
     ),

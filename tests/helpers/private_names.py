@@ -39,6 +39,8 @@ NAMES = {
     "._timeout": TIMEOUT,
     "._version": "autograd's own counter, documented in torch's notes; test_versions tries every way to write",
     "torch._prims_common.are_strides_like_channels_last_or_false": "norms ask it; test_torchs_layouts compares",
+    "._orig_mod": "in the text of an error alone: where torch.compile's wrapper of a module has the module",
+    "._original_forward": "accelerate's note of the forward that it wraps: no change of the module",
     "._base": "the tensor that a view is of: no public name; a fusion is left out where it is None",
     "._cast_if_autocast_enabled": "a helper of transformers' Nemotron, compared with the function that runs",
     "._is_view": "whether a tensor is a view: no public name; tests/distributed tries views and their bases",

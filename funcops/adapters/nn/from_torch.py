@@ -18,6 +18,7 @@ from funcops.adapters.nn.quantized import take_recipe
 from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
 from funcops.adapters.nn.structure import Found, recognised
+from funcops.adapters.nn.whole import undo, whole
 from funcops.engine.compose.chain import chain
 from funcops.engine.errors import describe, fail, join_path, require, require_type
 from funcops.engine.residuals.policy import Policy
@@ -37,7 +38,13 @@ class Swap(NamedTuple):
 
 
 def from_torch(
-    model: nn.Module, *, policy: Policy | str | None = None, recipe: Recipe | None = None, only: Any = None, skip: Any = ()
+    model: nn.Module,
+    *,
+    policy: Policy | str | None = None,
+    recipe: Recipe | None = None,
+    only: Any = None,
+    skip: Any = (),
+    example: Any = None,
 ) -> Replaced:
     """Swap every known layer of `model` for its funcops module, in place, and return a report of the replaced and left layers.
 
@@ -59,9 +66,15 @@ def from_torch(
     swapped, so that `from_torch(model, recipe=recipe, skip="lm_head")` and then `from_torch(model)` leave the head in high
     precision. `quantize_weights(model)` quantises the weights once per step; a recipe that rounds stochastically needs its `key`.
 
+    `example`: the arguments of a call, as `op_from_module` takes them. With it no layer is swapped: the model itself, of any class,
+    runs as the forward and backward of its joint graph, with the same results and gradients to the bit, and the fewest bytes in
+    between. The call is traced now, and a call of another shape, mode or structure when it comes, up to 32 times. A call that
+    cannot be traced runs as before, and so does one without gradients; the first warns (`RuntimeWarning`), once for each reason.
+
     Raises `TypeError` if `model` is not a module, and for an invalid pattern or recipe; `ValueError` for a pattern without a match,
-    an unknown policy, a policy whose rules match nothing, a policy for a model without a known MLP, a recipe with state, and a
-    recipe for a model without a linear layer. After any exception, the model is unchanged.
+    an unknown policy, a policy whose rules match nothing, a policy for a model without a known MLP, a recipe with state, a
+    recipe for a model without a linear layer, an example with which the model does not run or cannot be traced, and an example
+    beside other arguments. After any exception, the model is unchanged.
 
     >>> import torch
     >>> from funcops import nn
@@ -69,8 +82,17 @@ def from_torch(
     >>> said = nn.from_torch(model)
     >>> isinstance(model[0], nn.Linear), type(model[1]).__name__
     (True, 'Conv1d')
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Conv1d(1, 1, 1))
+    >>> nn.from_torch(model, example=torch.ones(1, 4))
+    1 replaced, 0 left, 0 already on funcops
+       1 x Sequential -> its joint graph: (the model)
     """
     require_type("from_torch", "model", model, nn.Module)
+    if example is not None:
+        given = dict(policy=policy, recipe=recipe, only=only, skip=skip)
+        others = [name for name, value in given.items() if value is not None and value != ()]
+        require(not others, "from_torch", ", ".join(others), "left out with example, which is for a whole model", "both")
+        return whole(model, example)
     if policy is not None:
         require_type("from_torch", "policy", policy, str, Policy)
         with_policy(chain, policy)
@@ -293,6 +315,7 @@ def to_torch(model: nn.Module) -> Replaced:
     require_type("to_torch", "model", model, nn.Module)
     done = Replaced([], [], [])
     for path, module in model.named_modules():
+        undo(path, module, done)
         swap: Any = vars(module).get("_swap")
         if swap is None:
             continue

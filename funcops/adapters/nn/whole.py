@@ -1,0 +1,281 @@
+"""`from_torch(model, example=...)`: a module whose calls run the forward and the backward of its joint graph."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import operator
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from funcops.adapters.autocast import any_autocast, is_on, outside
+from funcops.adapters.autograd.differentiable import run
+from funcops.adapters.autograd.requires_grad import taken_apart
+from funcops.adapters.from_function.op_from_module import ModuleTraces
+from funcops.adapters.from_function.op_from_torch import TorchConfig
+from funcops.adapters.from_function.outside import PLAIN
+from funcops.adapters.nn.form import Form
+from funcops.adapters.nn.report import Change, Replaced
+from funcops.adapters.nn.unchanged import HOOKS, watched
+from funcops.engine.errors import describe, fail, join_path
+from funcops.engine.trees import WithExtras, leaf, static, tensors, tree
+
+TRACES = 32  # of one module: a trace takes about half a second a layer
+WHOLE, CFG = "_whole", TorchConfig()
+# what a call reads beside the forward: the hooks of the module itself, and what replaces its forward
+BESIDE = frozenset(vars(nn.Module())) | {"forward", WHOLE, "_original_forward"}
+TENSORS, ARGUMENTS = {Tensor, nn.Parameter}, {type(None), bool, int, float, complex, str}
+WRAPPERS = {
+    "DistributedDataParallel": "the module inside (model.module)",
+    "DataParallel": "the module inside (model.module)",
+    "FullyShardedDataParallel": "the module inside, before it is wrapped",
+    "OptimizedModule": "the module inside (model._orig_mod), and compile it then",
+    "ScriptModule": "a module of Python, not a compiled one",
+}
+_compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_transforms, _jit_tracing = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
+_requires_grad = operator.attrgetter("requires_grad")
+_forward_ad: Any = torch.autograd.forward_ad
+
+
+class Untraced(Exception):
+    """Its arguments: the reason why a call runs as before, and whether a trace was tried."""
+
+
+@tree
+class Outcome:
+    """A module's result: its tensors, and its form."""
+
+    values: Any = leaf("")
+    form: Any = static()
+
+
+class Inside(nn.Module):
+    """Calls a module's forward without the hooks of the module, which run around the graph."""
+
+    def __init__(self, whole: Whole) -> None:
+        super().__init__()
+        self.module, self.whole = whole.module, whole
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.whole.before(*args, **kwargs)
+
+
+class WholeTraces(ModuleTraces):
+    """The traces of a module's own forward. x is (args, kwargs, kinds of devices with autocast, with dtypes)."""
+
+    def __init__(self, whole: Whole) -> None:
+        super().__init__(whole.module, None, BESIDE)
+        self.inside, self.made = Inside(whole), 0
+
+    def result(self, lent: dict[str, Tensor], x: Any) -> Outcome:
+        args, kwargs, casts = x
+        named = {f"module.{name}": t for name, t in lent.items()}
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, cached in casts:
+                stack.enter_context(torch.autocast(kind, getattr(torch, dtype), cache_enabled=cached))
+            found = torch.func.functional_call(self.inside, named, args, kwargs)
+        lent.update({name: named[f"module.{name}"] for name in lent})
+        held = [one for part in self.module.modules() for one in vars(part).values()]
+        form = Form(found, {id(one): one for one in held if not isinstance(one, (*PLAIN, tuple))})
+        return Outcome(form.tensors(), form=form)
+
+    def _trace(self, *given: Any) -> Any:
+        if self.made == TRACES:
+            remedy = "pad inputs to few lengths, and pass numbers that change as tensors"
+            raise Untraced(
+                f"it has been traced {TRACES} times, for as many shapes, modes or values of its arguments: {remedy}", False
+            )
+        self.made += 1
+        try:
+            return super()._trace(*given)
+        except Exception as error:
+            raise Untraced(str(error), True) from None
+
+
+class Whole:
+    """The forward of a module that runs on its joint graphs."""
+
+    __slots__ = ("bounds", "hooked", "module", "number", "op", "refused", "said", "traces")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module  # which is still empty when a copy of it is made
+        self.traces: Any = None
+        self.number: Any = None  # from `ReadByModule`; the next two hold for it
+        self.bounds: dict[Any, Any] = {}
+        self.hooked = ""
+        self.refused: set[Any] = set()  # the kinds of calls that were not traced
+        self.said: set[str] = set()
+
+    def __reduce__(self) -> Any:
+        return Whole, (self.module,)
+
+    __code__ = property(lambda self: type(self.module).forward.__code__)  # which torch.export reads
+    __signature__ = property(lambda self: inspect.signature(types.MethodType(type(self.module).forward, self.module)))
+
+    def before(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module's class."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __func__(self) -> Any:
+        """A function of the module, as a method has one: accelerate wraps that one."""
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return vars(module)[WHOLE](*args, **kwargs)
+
+        vars(forward).update({"__signature__": inspect.signature(type(self.module).forward), WHOLE: True})
+        return forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _grad_enabled() or _compiling() or _elsewhere():
+            return self.before(*args, **kwargs)
+        try:
+            params, x = self.given(args, kwargs)
+            asked = True in map(_requires_grad, itertools.chain(params.values(), tensors(x)))
+            if asked and not (self.refused and self.kind(x) in self.refused):
+                return self.run(params, x)
+            why, tried = "", False
+        except Untraced as error:
+            why, tried = error.args
+        found = self.before(*args, **kwargs)  # raises itself what the arguments are to blame for
+        if tried:
+            self.refused.add(self.kind((args, kwargs, self.casts())))
+        if why and why not in self.said:
+            self.said.add(why)
+            name = type(self.module).__name__
+            warnings.warn(f"{name}: this call, and others like it, run as before from_torch, as {why}", RuntimeWarning, 4)
+        return found
+
+    def given(self, args: Any, kwargs: Any) -> tuple[dict[str, Tensor], Any]:
+        """The op's params and x. Raises `Untraced` for what is seen before a trace."""
+        if self.traces is None:
+            self.traces = WholeTraces(self)
+            self.op = self.traces.op()
+        number, params = self.traces.outside.values(), self.traces.outside.params
+        if number != self.number:
+            parts = [(path, vars(part)) for path, part in self.module.named_modules() if part is not self.module]
+            self.hooked = next((path for path, state in parts if any([state[name] for name in HOOKS])), "")
+            self.number, self.bounds = number, {}
+        if self.hooked or watched():
+            on = f"its part {self.hooked!r} has a hook" if self.hooked else "hooks are set on all modules"
+            raise Untraced(f"{on}, which would run in a trace alone", False)
+        for path, one in _parts("", (args, kwargs)):
+            if not (type(one) in ARGUMENTS or (type(one) in TENSORS and one.layout is torch.strided)):
+                name, kind = path.partition(".")[2], type(one).__name__
+                raise Untraced(f"its argument {name!r} is of class {kind}, not a plain tensor or number", False)
+        if not {*map(type, params.values())} <= TENSORS:
+            name, kind = next((name, type(p).__name__) for name, p in params.items() if type(p) not in TENSORS)
+            raise Untraced(f"its parameter {name!r} is of class {kind}, not a plain tensor", False)
+        return params, (args, kwargs, self.casts())
+
+    def casts(self) -> Any:
+        """The kinds of devices with autocast, with its dtype and whether it caches casts."""
+        if not any_autocast():
+            return ()
+        kinds = sorted({"cpu", *[p.device.type for p in self.module.parameters()]})
+        cached = torch.is_autocast_cache_enabled()
+        return tuple([(k, str(torch.get_autocast_dtype(k)).removeprefix("torch."), cached) for k in kinds if is_on(k)])
+
+    def kind(self, x: Any) -> Any:
+        """The part of a call without shapes and values: if one call of a kind cannot be traced, no other is tried."""
+        return self.traces.outside.mode(), x[2], tuple([(path, type(one)) for path, one in _parts("", x[:2])])
+
+    def run(self, params: Any, x: Any) -> Any:
+        with _without(x[2]):
+            bounds = self.bounds.setdefault(tuple([path for path, one in _parts("", x) if isinstance(one, Tensor)]), {})
+            y = run(self.op, params, x, CFG, None, bounds)
+        main, new = (y.main, y.extras) if isinstance(y, WithExtras) else (y, {})
+        with torch.no_grad():
+            for name, value in new.items():
+                self.module.get_buffer(name).copy_(value)
+        return main.form.filled(main.values)
+
+    def reason(self, args: Any, kwargs: Any) -> tuple[str, bool]:
+        """Trace such a call, without running it, and return why it cannot be traced, or ""; and whether that was tried."""
+        try:
+            params, x = self.given(args, kwargs)
+            with _without(x[2]), torch.no_grad():
+                self.traces.traced(params, x, CFG, taken_apart(params, x)[3])
+        except Untraced as error:
+            return error.args  # type: ignore[return-value]
+        self.refused.clear()
+        return "", False
+
+
+def _without(casts: Any) -> Any:
+    """A block without autocast, whose casts are in a trace."""
+    stack = contextlib.ExitStack()
+    for kind, *_ in casts:
+        stack.enter_context(outside(kind))
+    return stack
+
+
+def _elsewhere() -> bool:
+    """Whether a tracer or a transform runs the call."""
+    return (
+        get_proxy_mode() is not None or _transforms() is not None or _jit_tracing() is not None or _forward_ad._current_level >= 0
+    )
+
+
+def _parts(path: str, one: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of tuples, lists and dicts of arguments, each with its path."""
+    if type(one) is dict:
+        for name, part in one.items():
+            yield from _parts(join_path(path, name), part)
+    elif type(one) in (tuple, list) or hasattr(type(one), "_make"):
+        for i, part in enumerate(one):
+            yield from _parts(join_path(path, i), part)
+    else:
+        yield path, one
+
+
+def whole(model: nn.Module, example: Any) -> Replaced:
+    """See `from_torch`."""
+    found = next((WRAPPERS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in WRAPPERS), None)
+    if found is not None:
+        fail("from_torch", "model", f"{found}, with example", type(model).__name__)
+    state, name, now = vars(model), type(model).__name__, _forward_of(model)
+    own = state.get(WHOLE) or Whole(model)
+    if now is not None and WHOLE not in state:
+        remedy = "call from_torch before accelerate's prepare, or what else set it"
+        fail("from_torch", "model", f"a module without a forward of its own, with example ({remedy})", name)
+    args = example if type(example) is tuple else () if isinstance(example, Mapping) else (example,)
+    why, tried = own.reason(args, dict(example) if isinstance(example, Mapping) else {})
+    if why and (not tried or why.startswith(f"{name}_fwd: ")):
+        wanted = "one whose call with the example can be traced (without example, its layers run on funcops)"
+        fail("from_torch", "model", wanted, why)
+    if why:
+        fail("from_torch", "example", f"arguments with which {name} runs", f"{describe(example)}: {why}")
+    if now is not None:
+        return Replaced([], [], [Change("", name, "on its joint graph")])
+    state[WHOLE] = state["forward"] = own
+    return Replaced([Change("", name, "its joint graph")], [], [])
+
+
+def _forward_of(model: nn.Module) -> Any:
+    """The forward that is set on a module, or None. A pickle may make the method of its class out of ours."""
+    now = vars(model).get("forward")
+    return None if getattr(now, "__func__", None) is type(model).forward else now
+
+
+def undo(path: str, module: nn.Module, done: Replaced) -> None:
+    """See `to_torch`."""
+    state, name = vars(module), type(module).__name__
+    own = state.get(WHOLE)
+    if own is None:
+        return
+    now = state.get("forward")
+    # accelerate's unwrap_model leaves a method of `__func__`
+    if now is not own and not (hasattr(getattr(now, "__func__", None), WHOLE) and not hasattr(now, "__wrapped__")):
+        done.left.append(Change(path, name, "its forward was wrapped or replaced since"))
+        return
+    del state[WHOLE], state["forward"]
+    done.replaced.append(Change(path, "its joint graph", name))
