@@ -15,7 +15,6 @@ from existing_models import (
     DELAYED,
     FOUND,
     GRAPH,
-    GRAPHS,
     INPUTS,
     KEPT_BETWEEN,
     LINKS,
@@ -38,7 +37,6 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from funcops import nn as fnn
-from funcops.adapters.nn import whole
 from funcops.engine.backend import backend
 from funcops.low_precision import Fp8Block
 
@@ -238,10 +236,6 @@ def the_benchmark_is_as_described():
     assert swapped.SIZES["hidden_size"] == swapped.GPT2["n_embd"] == 256
     assert sum(len(models) for kind, models in swapped.KNOWN.items() if kind != "with dropout") == 30
     assert "dtype" not in inspect.getsource(swapped._model) and torch.get_default_dtype() is torch.float32
-
-
-def thirty_two_traces():
-    assert whole.TRACES == 32
 
 
 def berts_mlp_is_two_modules():
@@ -452,43 +446,8 @@ HELD = {  # by how each sentence, or row, of the page begins: what holds it
         f"{GRAPH}test_calls_of_every_kind",
         BLOCKS,
     ),
-    "`example` has the arguments": (f"{GRAPH}test_it_is_undone_and_set_once", f"{GRAPH}test_wrong_arguments"),
-    "Results, gradients, buffers": (
-        f"{GRAPH}test_three_steps_have_the_same_bits",
-        f"{GRAPH}test_fewer_bytes_than_autograd",
-        f"{GRAPHS}test_steps_have_the_same_bits_and_keep_fewer_bytes",
-    ),
-    "The model stays the same object": (
-        f"{GRAPH}test_three_steps_have_the_same_bits",
-        f"{GRAPHS}test_steps_have_the_same_bits_and_keep_fewer_bytes",
-    ),
-    "It is traced anew after a change": (
-        f"{GRAPH}test_modes_frozen_parameters_and_dtypes",
-        f"{GRAPH}test_autocast_is_a_trace_of_its_own",
-        f"{GRAPH}test_copies",
-    ),
-    "Hooks of the model itself": f"{GRAPH}test_hooks_at_its_border_run",
-    "Without gradients, and under": (f"{GRAPH}test_without_gradients_it_runs_as_before", f"{GRAPH}test_what_calls_or_traces_it"),
-    "`to_torch` undoes it.": f"{GRAPH}test_it_is_undone_and_set_once",
-    "Call it before accelerate's": (
-        f"{ADAPTERS}test_frameworks.py::test_a_whole_model_has_the_same_losses",
-        f"{GRAPHS}test_adapters",
-        TWO_RANKS,
-    ),
-    "Where `fully_shard` shards": TWO_RANKS,
-    "A call that it cannot serve": (
-        f"{GRAPH}test_a_step_that_cannot_be_traced_runs_as_before",
-        f"{GRAPH}test_a_warning_names_the_line_of_the_call",
-    ),
-    "So it is for a step": (
-        thirty_two_traces,
-        f"{GRAPH}test_a_step_that_cannot_be_traced_runs_as_before",
-        f"{GRAPH}test_hooks_of_its_parts_run_in_every_call",
-        f"{GRAPH}test_arguments_of_other_classes_run_as_before",
-        f"{GRAPH}test_many_shapes_run_as_before",
-        f"{ADAPTERS}test_op_from_module.py::test_what_cannot_be_traced_is_refused_before_anything_is_changed",
-    ),
-    "If the example cannot be traced": f"{GRAPH}test_a_model_that_cannot_be_traced_is_left_as_it_was",
+    "Results and gradients are": f"{GRAPH}test_three_steps_have_the_same_bits",
+    "A call that cannot be traced": (f"{GRAPH}test_a_step_that_cannot_be_traced_runs_as_before", LINKS),
     "A `fnn.Sequential` is one chain": (
         f"{NN}test_a_sequential_is_one_node_and_ordinary_modules_split_it",
         small_inputs_keep_norms_and_glus,

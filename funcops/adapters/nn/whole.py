@@ -45,7 +45,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 _forward_ad: Any = torch.autograd.forward_ad
 
 
-class Untraced(Exception):
+class _Untraced(Exception):
     """Its arguments: the reason why a call runs as before, and whether a trace was tried."""
 
 
@@ -90,14 +90,14 @@ class WholeTraces(ModuleTraces):
     def _trace(self, *given: Any) -> Any:
         if self.made == TRACES:
             remedy = "pad inputs to few lengths, and pass numbers that change as tensors"
-            raise Untraced(
+            raise _Untraced(
                 f"it has been traced {TRACES} times, for as many shapes, modes or values of its arguments: {remedy}", False
             )
         self.made += 1
         try:
             return super()._trace(*given)
         except Exception as error:
-            raise Untraced(str(error), True) from None
+            raise _Untraced(str(error), True) from None
 
 
 class Whole:
@@ -143,7 +143,7 @@ class Whole:
             if asked and not (self.refused and self.kind(x) in self.refused):
                 return self.run(params, x)
             why, tried = "", False
-        except Untraced as error:
+        except _Untraced as error:
             why, tried = error.args
         found = self.before(*args, **kwargs)  # raises itself what the arguments are to blame for
         if tried:
@@ -155,7 +155,7 @@ class Whole:
         return found
 
     def given(self, args: Any, kwargs: Any) -> tuple[dict[str, Tensor], Any]:
-        """The op's params and x. Raises `Untraced` for what is seen before a trace."""
+        """The op's params and x. Raises `_Untraced` for what is seen before a trace."""
         if self.traces is None:
             self.traces = WholeTraces(self)
             self.op = self.traces.op()
@@ -166,14 +166,14 @@ class Whole:
             self.number, self.bounds = number, {}
         if self.hooked or watched():
             on = f"its part {self.hooked!r} has a hook" if self.hooked else "hooks are set on all modules"
-            raise Untraced(f"{on}, which would run in a trace alone", False)
+            raise _Untraced(f"{on}, which would run in a trace alone", False)
         for path, one in _parts("", (args, kwargs)):
             if not (type(one) in ARGUMENTS or (type(one) in TENSORS and one.layout is torch.strided)):
                 name, kind = path.partition(".")[2], type(one).__name__
-                raise Untraced(f"its argument {name!r} is of class {kind}, not a plain tensor or number", False)
+                raise _Untraced(f"its argument {name!r} is of class {kind}, not a plain tensor or number", False)
         if not {*map(type, params.values())} <= TENSORS:
             name, kind = next((name, type(p).__name__) for name, p in params.items() if type(p) not in TENSORS)
-            raise Untraced(f"its parameter {name!r} is of class {kind}, not a plain tensor", False)
+            raise _Untraced(f"its parameter {name!r} is of class {kind}, not a plain tensor", False)
         return params, (args, kwargs, self.casts())
 
     def casts(self) -> Any:
@@ -204,7 +204,7 @@ class Whole:
             params, x = self.given(args, kwargs)
             with _without(x[2]), torch.no_grad():
                 self.traces.traced(params, x, CFG, taken_apart(params, x)[3])
-        except Untraced as error:
+        except _Untraced as error:
             return error.args  # type: ignore[return-value]
         self.refused.clear()
         return "", False
