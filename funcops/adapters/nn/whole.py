@@ -8,7 +8,7 @@ import itertools
 import operator
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ class WholeTraces(ModuleTraces):
     def __init__(self, whole: Whole) -> None:
         super().__init__(whole.module, None, BESIDE)
         self.inside, self.made = Inside(whole), 0
+        self.trained: Collection[bool] = ()  # whether the tensors of the result require grad, in the traced run
 
     def result(self, lent: dict[str, Tensor], x: Any) -> Outcome:
         args, kwargs, casts = x
@@ -85,6 +86,10 @@ class WholeTraces(ModuleTraces):
         lent.update({name: named[f"module.{name}"] for name in lent})
         held = [one for part in self.module.modules() for one in vars(part).values()]
         form = Form(found, {id(one): one for one in held if not isinstance(one, (*PLAIN, tuple))})
+        if torch.is_grad_enabled():
+            self.trained = form.trained.values()
+        elif len(self.trained) == len(form.trained):  # a run for values alone, after the traced one
+            form.trained = dict(zip(form.trained, self.trained, strict=True))
         return Outcome(form.tensors(), form=form)
 
     def _trace(self, *given: Any) -> Any:
@@ -94,6 +99,7 @@ class WholeTraces(ModuleTraces):
                 f"it has been traced {TRACES} times, for as many shapes, modes or values of its arguments: {remedy}", False
             )
         self.made += 1
+        self.trained = ()
         try:
             return super()._trace(*given)
         except Exception as error:
