@@ -10,7 +10,7 @@ import torch
 from products import Products
 from torch import nn
 
-from funcops import TorchConfig, differentiable, op_from_module
+from funcops import Needs, TorchConfig, differentiable, op_from_module
 from funcops import nn as fnn
 
 CFG = TorchConfig()
@@ -68,6 +68,18 @@ def test_halves_of_a_backward_of_some_outputs():
     assert torch.equal(dx, (dy["u"] @ params["b.weight"]) @ params["a.weight"])
     whole, _ = op.bwd(residuals, {name: None for name in y} | {"loss": torch.ones((), dtype=torch.float64)}, CFG)
     assert whole["c.weight"] is not None, "the trace serves other outputs still"
+
+
+def test_some_outputs_of_cuts_for_other_needs():
+    """Each cut of a trace has its own backward of the same outputs."""
+    module, x = Outputs().double(), draw(2, 3)
+    op, params = op_from_module(module, x)
+    whole = op.fwd(params, x, CFG)[1]
+    cuts = [whole.traced, *(whole.traced.asking(Needs(x=False, params=[name])) for name in ("b.weight", "c.weight"))]
+    left = frozenset(range(7)) - {1}  # u has a gradient
+    found = [cut.without(left) for cut in cuts]
+    assert [cut.without(left) for cut in cuts] == found and len({*map(id, found)}) == 3
+    assert [one.graphs.kept for one in found] == [cut.graphs.kept for cut in cuts]
 
 
 def test_an_op_of_a_module_is_freed():

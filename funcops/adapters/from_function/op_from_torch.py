@@ -94,6 +94,7 @@ class Traced:
     cutter: Cutter
     fixed: frozenset[int]  # leaves whose gradients nobody asks for
     cuts: dict[Any, Traced] = dataclasses.field(default_factory=dict)
+    fewer: dict[frozenset[int], Traced] = dataclasses.field(default_factory=dict)  # by the outputs without a gradient
 
     def asking(self, needs: Needs) -> Traced:
         """The same trace, which has the gradients of all leaves, cut for fewer of them."""
@@ -103,7 +104,7 @@ class Traced:
     def cut(self, asked: tuple[bool, ...], rules: Rules | None) -> Traced:
         key = asked, rules
         if key not in self.cuts:
-            self.cuts[key] = dataclasses.replace(self, graphs=self.cutter.graphs(asked, rules), asked=asked)
+            self.cuts[key] = dataclasses.replace(self, graphs=self.cutter.graphs(asked, rules), asked=asked, fewer={})
         return self.cuts[key]
 
     def asking_while_compiling(self, number: str, *masks: Any) -> str:
@@ -114,12 +115,16 @@ class Traced:
 
     def without(self, missing: frozenset[int]) -> Traced:
         """The same trace, cut for gradients of all outputs but these."""
-        if missing not in self.cuts:
-            self.cuts[missing] = dataclasses.replace(self, graphs=without(self.graphs, missing), cuts={})
-        return self.cuts[missing]
+        if missing not in self.fewer:
+            self.fewer[missing] = dataclasses.replace(self, graphs=without(self.graphs, missing), fewer={})
+        return self.fewer[missing]
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"cutter": None, "cuts": {}}  # residuals in another process need their graphs, but no other cut
+        return vars(self) | {
+            "cutter": None,
+            "cuts": {},
+            "fewer": {},
+        }  # residuals in another process need their graphs, but no other cut
 
     def nothing(self) -> Any:
         """dx without gradients."""
