@@ -118,7 +118,7 @@ def test_a_whole_model_has_the_same_losses(run, mixed, tmp_path):
     model = llama()
     fnn.from_torch(model, example=stacked(rows()[:2]))
     assert run(model, mixed, tmp_path) == want and len(want) == STEPS
-    assert model._whole.traces.made == 2, "of the example, and of the batches"
+    assert model._whole.traces.tries == 2, "of the example, and of the batches"
 
 
 def test_a_whole_model_behind_accelerate_is_undone():

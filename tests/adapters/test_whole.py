@@ -121,7 +121,7 @@ def test_three_steps_have_the_same_bits(loss):
         got, want = assert_steps(plain, ours, lambda m, x=draw(5, 6, seed=seed): m(x), loss)
         plain.down.weight.data.add_(0.1)
         ours.down.weight.data.add_(0.1)
-    assert type(ours) is Net and set(ours.state_dict()) == before and ours.forward.traces.made == 1
+    assert type(ours) is Net and set(ours.state_dict()) == before and ours.forward.traces.tries == 1
     assert_same(dict(ours.named_buffers()), dict(plain.named_buffers()))
     a, b = got.rest, want.rest
     assert type(a["pair"]) is Pair and type(a["near"]) is type(b["near"]) and a["at"] is a["y"]
@@ -145,7 +145,7 @@ CALLS = {
 def test_calls_of_every_kind(name):
     plain, ours = made()
     assert_steps(plain, ours, CALLS[name])
-    assert ours.forward.traces.made == 2
+    assert ours.forward.traces.tries == 2
 
 
 def test_gradients_of_inputs():
@@ -207,9 +207,9 @@ def test_autocast_is_a_trace_of_its_own(cached):
                 found.append(step(model, lambda m: m(ids)))
         assert found[1][0].rest.dtype is torch.bfloat16 and torch.equal(found[0][0].rest, found[1][0].rest)
         assert_same(found[1][1], found[0][1])
-    assert ours.forward.traces.made == 1
+    assert ours.forward.traces.tries == 1
     assert_steps(plain, ours, lambda m: m(ids))
-    assert ours.forward.traces.made == 2, "outside of it, another one"
+    assert ours.forward.traces.tries == 2, "outside of it, another one"
 
 
 def test_a_trace_leaves_no_casts_in_the_region():
@@ -249,7 +249,7 @@ def test_hooks_at_its_border_run():
     want, got = (step(model, lambda m: m(torch.arange(8).view(2, 4) % 5)) for model in (plain, ours))
     assert sorted(logs[0]) == sorted(logs[1]) and len(logs[1]) == 6 and torch.equal(want[0], got[0])
     assert_same(got[1], want[1])
-    assert ours.forward.traces.made == 2, "the forward does not change by them"
+    assert ours.forward.traces.tries == 2, "the forward does not change by them"
 
 
 def hooked(model):
@@ -308,7 +308,7 @@ def test_without_gradients_it_runs_as_before():
     ours.requires_grad_(False)
     assert not ours(draw(4, 6)).loss.requires_grad and not plain(draw(4, 6)).loss.requires_grad
     assert_same(dict(ours.named_buffers()), dict(plain.named_buffers()))
-    assert ours.forward.traces.made == 1
+    assert ours.forward.traces.tries == 1
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
@@ -320,7 +320,7 @@ def test_copies(copied):
     other.zero_grad()
     assert other.forward.module is other and other.forward is not ours.forward
     assert_steps(plain, other, lambda m: m(draw(5, 6)))
-    assert other.forward.traces.made == 1 == ours.forward.traces.made
+    assert other.forward.traces.tries == 1 == ours.forward.traces.tries
     assert fnn.to_torch(other).replaced and "forward" not in vars(other) and "forward" in vars(ours)
 
 
@@ -329,8 +329,8 @@ def test_it_is_undone_and_set_once():
     before = set(vars(ours))
     report = fnn.from_torch(ours, example=draw(5, 6))
     assert str(report) == "1 replaced, 0 left, 0 already on funcops\n   1 x Net -> its joint graph: (the model)"
-    assert not fnn.from_torch(ours, example=draw(5, 6)).replaced and ours.forward.traces.made == 1
-    assert fnn.from_torch(ours, example=(draw(4, 6), 2)).already and ours.forward.traces.made == 2, "this example is traced, too"
+    assert not fnn.from_torch(ours, example=draw(5, 6)).replaced and ours.forward.traces.tries == 1
+    assert fnn.from_torch(ours, example=(draw(4, 6), 2)).already and ours.forward.traces.tries == 2, "this example is traced, too"
     assert inspect.signature(ours.forward) == inspect.signature(plain.forward)
     assert inspect.signature(ours.forward.__func__) == inspect.signature(Net.forward)
     undone = fnn.to_torch(ours)
@@ -474,12 +474,12 @@ def test_a_step_that_cannot_be_traced_runs_as_before(change, reason):
     with pytest.warns(RuntimeWarning, match=f"Branches: this call, .* run as before from_torch, as Branches_fwd: .*{reason}"):
         ours(draw(5, 6))
     plain(draw(5, 6))
-    tried = ours.forward.traces.made
+    tried = ours.forward.traces.tries
     for rows in (5, 4, 3):
         want, got = (step(model, lambda m, rows=rows: m(draw(rows, 6))) for model in (plain, ours))
         assert torch.equal(want[0], got[0])
         assert_same(got[1], want[1])
-    assert ours.forward.traces.made == tried == 2, "no other trace is tried"
+    assert ours.forward.traces.tries == tried == 2, "no other trace is tried"
     assert (ours.calls, ours.seen) == (plain.calls, plain.seen), "a trace leaves no traces"
     for model in (plain, ours):
         model.asks = model.counts = False

@@ -129,7 +129,7 @@ def compare(mode, rank):
                 losses = train(wrapped, part, delayed)
         final = dict(model.named_parameters())
     for module in graphs:
-        assert module.forward.traces.made <= 2, "the example's, and one of the sharded module's"
+        assert module.forward.traces.tries <= 2, "the example's, and one of the sharded module's"
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     error = max((final[n] - p).abs().max().item() for n, p in single.named_parameters())

@@ -73,7 +73,7 @@ class WholeTraces(ModuleTraces):
 
     def __init__(self, whole: Whole) -> None:
         super().__init__(whole.module, None, BESIDE)
-        self.inside, self.made = Inside(whole), 0
+        self.inside, self.tries = Inside(whole), 0
         self.trained: Collection[bool] = ()  # whether the tensors of the result require grad, in the traced run
 
     def result(self, lent: dict[str, Tensor], x: Any) -> Outcome:
@@ -93,12 +93,12 @@ class WholeTraces(ModuleTraces):
         return Outcome(form.tensors(), form=form)
 
     def _trace(self, *given: Any) -> Any:
-        if self.made == TRACES:
+        if self.tries == TRACES:
             remedy = "pad inputs to few lengths, and pass numbers that change as tensors"
             raise _Untraced(
                 f"it has been traced {TRACES} times, for as many shapes, modes or values of its arguments: {remedy}", False
             )
-        self.made += 1
+        self.tries += 1
         self.trained = ()
         try:
             return super()._trace(*given)
