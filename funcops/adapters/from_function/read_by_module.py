@@ -29,6 +29,7 @@ from funcops.engine.contract.marks import version
 from funcops.engine.errors import join_path
 
 _HEAP = 1 << 9  # of classes whose attributes can change
+CACHES = "_funcops_caches"  # of a class: attributes of its instances that no forward reads
 _GONE = object()  # in place of what does not exist
 _NO_VALUE = types.CellType()
 _BAGS = (types.SimpleNamespace, argparse.Namespace, collections.abc.Mapping, collections.abc.Sequence, collections.abc.Set)
@@ -155,7 +156,7 @@ class Walk:
         members = part._parameters, part._buffers, part._modules
         self.sized += [vars(part), *members]
         self.views += [one.values() for one in (vars(part), *members)]
-        left_out = {*MEMBERS, *getattr(type(part), "_funcops_caches", ()), *(self.beside if part is self.root else ())}
+        left_out = {*MEMBERS, *getattr(type(part), CACHES, ()), *(self.beside if part is self.root else ())}
         own = {n: one for n, one in vars(part).items() if n not in left_out}
         self.whole += [(label, one) for one in (own, part._buffers, part._modules)]
         if id(part) in self.parts:
@@ -231,8 +232,9 @@ class Walk:
             return
         kind, held = type(value), getattr(value, "__dict__", None)
         known = not _foreign(kind.__module__) or isinstance(value, _BAGS)
-        slots = [name for one in kind.__mro__ for name in _slots(one)]
-        behind = [] if known else [name for name in _BEHIND if hasattr(kind, name) or name in (held or ())]
+        left_out = getattr(kind, CACHES, ())
+        slots = [name for one in kind.__mro__ for name in _slots(one) if name not in left_out]
+        behind = [name for name in _BEHIND if not known and name not in left_out and (hasattr(kind, name) or name in (held or ()))]
         self.owners += [(label, value, name) for name in (*behind, *slots)]
         self.todo += [(label, getattr(value, name, None)) for name in (*behind, *slots)]
         if isinstance(value, weakref.ReferenceType):
@@ -309,7 +311,9 @@ class ReadByModule:
         finally:
             sys.setprofile(before)
         self.values()
-        new = {key: one for key, one in ran.items() if key not in self.ran and not _foreign(one[1].get("__name__"))}
+        ours = "<funcops "  # the code that this package makes has globals without a name
+        own = {key: one for key, one in ran.items() if not one[0].co_filename.startswith(ours) and key not in self.ran}
+        new = {key: one for key, one in own.items() if not _foreign(one[1].get("__name__"))}
         if new:
             self.ran |= new
             self._look()

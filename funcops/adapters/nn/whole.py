@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from funcops.adapters.autocast import any_autocast, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.autograd.requires_grad import taken_apart
+from funcops.adapters.from_function.lent import lent
 from funcops.adapters.from_function.op_from_module import ModuleTraces
 from funcops.adapters.from_function.op_from_torch import TorchConfig
 from funcops.adapters.from_function.outside import PLAIN
@@ -76,14 +77,14 @@ class WholeTraces(ModuleTraces):
         self.inside, self.tries = Inside(whole), 0
         self.trained: Collection[bool] = ()  # whether the tensors of the result require grad, in the traced run
 
-    def result(self, lent: dict[str, Tensor], x: Any) -> Outcome:
+    def result(self, values: dict[str, Tensor], x: Any) -> Outcome:
         args, kwargs, casts = x
-        named = {f"module.{name}": t for name, t in lent.items()}
         with contextlib.ExitStack() as stack:
+            left = stack.enter_context(lent(self.module, values))
             for kind, dtype, cached in casts:
                 stack.enter_context(torch.autocast(kind, getattr(torch, dtype), cache_enabled=cached))
-            found = torch.func.functional_call(self.inside, named, args, kwargs)
-        lent.update({name: named[f"module.{name}"] for name in lent})
+            found = self.inside(*args, **kwargs)
+        values.update(left)
         held = [one for part in self.module.modules() for one in vars(part).values()]
         form = Form(found, {id(one): one for one in held if not isinstance(one, (*PLAIN, tuple))})
         if torch.is_grad_enabled():
@@ -91,6 +92,9 @@ class WholeTraces(ModuleTraces):
         elif len(self.trained) == len(form.trained):  # a run for values alone, after the traced one
             form.trained = dict(zip(form.trained, self.trained, strict=True))
         return Outcome(form.tensors(), form=form)
+
+    def _complain(self, where: str, params: Any, x: Any, error: Exception) -> None:
+        raise error  # the caller names the arguments as the module takes them
 
     def _trace(self, *given: Any) -> Any:
         if self.tries == TRACES:
@@ -110,6 +114,7 @@ class Whole:
     """The forward of a module that runs on its joint graphs."""
 
     __slots__ = ("bounds", "hooked", "module", "number", "op", "refused", "said", "traces")
+    _funcops_caches = (*__slots__, "__func__")  # what `ReadByModule` leaves out
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module  # which is still empty when a copy of it is made
