@@ -36,24 +36,23 @@ def cloned(tree):
 
 
 def by_autograd(module, x, seed, needs):
-    """Results, gradients of parameters and inputs, buffers, and the state of the generator after the forward. Torch multiplies in
-    another way if a factor needs no gradient."""
-    x = optree.tree_map(lambda t: t.detach().requires_grad_(t.is_floating_point() and bool(needs.x)), x)
-    for n, p in module.named_parameters():
-        p.requires_grad_(p.requires_grad and needs.param(n))
+    """Results, gradients of parameters and inputs, buffers, and the state of the generator after the forward. What is not needed
+    requires grad all the same, as torch multiplies in another way if a factor does not."""
+    x = optree.tree_map(lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
     torch.manual_seed(seed)
     found = module(*x) if isinstance(x, tuple) else module(**x)
-    state, ys, names = torch.get_rng_state(), flat(found), [n for n, p in module.named_parameters() if p.requires_grad]
+    state, ys = torch.get_rng_state(), flat(found)
+    own = {n: p for n, p in module.named_parameters() if p.requires_grad and needs.param(n)}
     with torch.no_grad():
         dys = [dy if y.requires_grad else None for y, dy in zip(ys, gradients_of(ys), strict=True)]
     pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if dy is not None]
-    wanted = [*[p for p in module.parameters() if p.requires_grad], *[t for t in flat(x) if t.requires_grad]]
+    wanted = [*own.values(), *[t for t in flat(x) if t.requires_grad and needs.x]]
     grads = (
         torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], allow_unused=True)
-        if pairs
+        if pairs and wanted
         else [None] * len(wanted)
     )
-    return ys, dys, dict(zip(names, grads, strict=False)), list(grads[len(names) :]), dict(module.named_buffers()), state
+    return ys, dys, dict(zip(own, grads, strict=False)), list(grads[len(own) :]), dict(module.named_buffers()), state
 
 
 def gradients_of(ys):

@@ -3,7 +3,7 @@
 import pytest
 import test_op_from_module
 import torch
-from test_op_from_module import CFG, MODELS, Mlp, Scales, changes, draw, made
+from test_op_from_module import CFG, MODELS, Mlp, Scales, draw, made
 from torch import nn
 
 from funcops import (
@@ -102,6 +102,28 @@ def test_inductor_takes_the_graphs(name):
     if name != "dropout":  # which it draws in another way
         torch.testing.assert_close(tensors(got), tensors(step(params, x, dy)))
     assert all(t.isfinite().all() for t in tensors(got))
+
+
+def changes():
+    def replaced(module):
+        module.up = nn.Linear(6, 12).double()
+
+    def hooked(module):
+        module.up.register_forward_hook(lambda module, args, out: 2 * out)
+
+    return {
+        "attribute": lambda m: setattr(m, "slope", 0.25),
+        "an equal attribute": lambda m: setattr(m, "slope", float("0.5")),
+        "a list": lambda m: m.parts.__setitem__(0, 3.0),
+        "a config": lambda m: setattr(m.config, "power", 3),
+        "a new attribute of a part": lambda m: setattr(m.norm, "eps", 1e-2),
+        "a function of a part": lambda m: setattr(m.up, "forward", lambda x: m.norm(x).repeat(1, 1, 2)),
+        "mode": lambda m: m.eval(),
+        "a part": lambda m: replaced(m),
+        "a hook": lambda m: hooked(m),
+        "a global": lambda m: setattr(test_op_from_module, "SCALE", 7.0),
+        "dtype": lambda m: None,
+    }
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["after a call", "before one"])

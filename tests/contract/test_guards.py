@@ -193,7 +193,7 @@ def nested_back(given_away):
 
 
 def weighed(params, x, cfg):
-    return torch.softmax(x, -1) * x
+    return torch.logcumsumexp(x, -1) * x
 
 
 def noted(owner):
@@ -207,7 +207,7 @@ def noted(owner):
 def weighed_back(kept):
     made = op_from_torch(weighed)
     y, residuals = made.fwd(None, X, TorchConfig())
-    residuals.kept["_softmax"] = kept
+    residuals.kept["logcumsumexp"] = kept
     made.dgrad(residuals, y, TorchConfig())
 
 
@@ -556,7 +556,7 @@ GUARDS = {
         X,
         ROW,
         ValueError,
-        "weighed_dgrad: residuals.kept._softmax must be float32[3, 4], got float32[4]",
+        "weighed_dgrad: residuals.kept.logcumsumexp must be float32[3, 4], got float32[4]",
     ),
     "a module's x": (
         given_tangent,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from funcops.adapters.flatten import Shape, TensorIndex, flatten, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.compiled import Watched, constants, stand_in, uncompiled
@@ -86,7 +87,7 @@ class Traced:
     graphs: Graphs
     params_shape: Any
     x_shape: Any
-    dx_shape: Any  # without what is no tensor
+    dx_shape: Any  # its tensors alone
     y_shape: Any
     asked: tuple[bool, ...]
     params: int  # leaves of params
@@ -324,7 +325,7 @@ class Traces:
         if found is not None and found.graphs.placed:
             found = memo[1].get((key, _offsets(flat)))
         if found is None:
-            with one_at_a_time:
+            with one_at_a_time, disable_proxy_modes_tracing():  # in the trace of a caller, which shall have the graphs alone
                 found = self._trace(cfg, params_shape, x_shape, flat, count)
             if self.settles and (values := self.outside.values()) != memo[0]:
                 memo = self.memo = values, {}
