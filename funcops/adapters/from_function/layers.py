@@ -58,7 +58,7 @@ def _same_forward(run: Run, leaves: Sequence[Tensor], made: Joint) -> bool:
             return same_tensors(forward(*given), wanted)
 
 
-class Unlike(Exception):
+class _Unlike(Exception):
     """Raised where a copy would not be the same."""
 
 
@@ -168,7 +168,7 @@ class Layers:
             with _watched(layer, own) as read:
                 found = run([t.detach().requires_grad_(own.requires_grad) for t, own in zip(given, leaves, strict=True)])
         if not _is_plain(y_shape[0]):
-            raise Unlike(path)
+            raise _Unlike(path)
         outputs, trained = [Like.of(y) for y in found], [y.requires_grad for y in found]
         return First(path, layer, run, given, y_shape[0], outputs, trained, dict(same), own, read, {})
 
@@ -195,7 +195,7 @@ class Layers:
             with self._alone(), _watched(first.layer, first.attributes) as read:
                 first.joints[key] = self.trace_one(first.path, run, first.given, likes, asked)
             if not read <= first.read:  # others were taken for equal before it was known that this is read
-                raise Unlike(first.path)
+                raise _Unlike(first.path)
         return first.joints[key]
 
     def record(self, target: Any, args: tuple[Any, ...], results: list[Tensor]) -> None:
@@ -222,7 +222,7 @@ class Layers:
             asked = [leaf for leaf, ask in zip(node.args[1:], call.asked, strict=True) if ask and back is not None]
             sums = [leaf for leaf, g in zip(asked, copy.every, strict=True) if g is not None and g.target is _ADD]
             if any([isinstance(leaf, fx.Node) and len(forward & leaf.users.keys()) > 1 for leaf in sums]):
-                raise Unlike(call.path)
+                raise _Unlike(call.path)
             copy.put(node, copy.forward, copy.ys)
             if back is not None:
                 given = iter(back.args[1:])
