@@ -2,6 +2,7 @@
 
 import array
 import collections
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -419,7 +420,7 @@ CHANGES = {
     "a flag of cudnn": Change(
         lambda self, x: self.a(x) * (2 if torch.backends.cudnn.enabled else 3),
         {},
-        lambda m, patch: patch.setattr(torch.backends.cudnn, "enabled", False),
+        lambda m, patch: BLOCKS.enter_context(torch.backends.cudnn.flags(enabled=False)),
     ),
     "the order of contractions": Change(
         lambda self, x: self.a(x) * (2 if torch.backends.opt_einsum.enabled else 3),
@@ -451,10 +452,14 @@ class OtherPart(Part):
         return 3 * self.b(x)
 
 
+BLOCKS = contextlib.ExitStack()  # until the test ends
+
+
 @pytest.fixture(autouse=True)
 def as_before():
     flags = torch.backends.cuda.flash_sdp_enabled(), torch.get_float32_matmul_precision(), torch.get_autocast_dtype("cpu")
     yield
+    BLOCKS.close()
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_flash_sdp(flags[0])

@@ -66,7 +66,7 @@ class Graphs(NamedTuple):
     placed: bool  # whether they contain storage offsets, so that they only serve leaves at these offsets
     captured: dict[str, Tensor]  # which the function reads beside its arguments; a backward gets those that it reads as kept ones
     draws: str  # the first operator of the forward that draws random numbers, or ""
-    passes: bool  # whether wgrad may return what it was given
+    passes: tuple[bool, ...]  # which of its gradients wgrad may return as it was given them
     idle: frozenset[str]  # the kept ones that dgrad only hands on
     actions: dict[str, Action]  # for kept ones in another form
 
@@ -233,7 +233,7 @@ class Cutter:
         if anew:
             wanted = "a function whose backward draws nothing again (leave out torch.utils.checkpoint around what draws)"
             fail(self.where, "fn", wanted, ", ".join(map(str, anew)))
-        passes = any(g is not None and base_of(g) not in third for g in dparams)
+        passes = tuple([g is not None and base_of(g) not in third for g in dparams])
         return Graphs(
             forward,
             dgrad,

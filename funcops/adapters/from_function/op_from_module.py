@@ -189,6 +189,8 @@ class ModuleTraces(NamedTraces):
         self.written, made = self._tried(run, given, names, before)
         if made:  # some only in a first call, as a table for this shape
             self.written, again = self._tried(run, given, names, before | made)
+            for name in again:
+                check(where, f"the new value of its buffer {name}", made[name], before[name].shape, before[name].dtype)
             put(self.module, {name: t for name, t in made.items() if name not in again})
             self.outside.values()
         settled = self.outside.frozen  # what the first call alone changes, such as a table that it makes, may stay changed
@@ -242,8 +244,6 @@ class ModuleTraces(NamedTraces):
         finally:
             self._own = None
         made = {name: t for name, t in self._left.items() if t is not own[name]}
-        for name, t in made.items():
-            check(f"{self.label}_fwd", f"the new value of its buffer {name}", t, own[name].shape, own[name].dtype)
         # a batch norm writes without counting, and another forward replaces its buffer
         found = {*map(id, versions.written()), *[id(b) for name, b in own.items() if not torch.equal(b, buffers[name])]}
         return tuple([name for name, b in own.items() if id(b) in found or name in made]), made

@@ -34,7 +34,7 @@ from funcops.engine.contract.rerun import note
 from funcops.engine.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
 from funcops.engine.errors import check, describe, describe_tree, fail, join_path, require, require_callable, require_type, stale
 from funcops.engine.residuals.forms import from_form, to_form
-from funcops.engine.trees import nothing_like, paths, tree_map_tensors
+from funcops.engine.trees import nothing_like, paths
 
 _autocast_enabled = torch._C._is_any_autocast_enabled
 
@@ -119,6 +119,12 @@ class Traced:
         if missing not in self.fewer:
             self.fewer[missing] = dataclasses.replace(self, graphs=without(self.graphs, missing), fewer={})
         return self.fewer[missing]
+
+    def without_while_compiling(self, number: str, *missing: int) -> str:
+        """The name of `without`'s trace, as a constant for the compiler."""
+        return _takers[number].watched.kept(self.without(frozenset(missing)))  # type: ignore[no-any-return]
+
+    without_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {
@@ -399,7 +405,7 @@ class Traces:
     def inputs(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
         own: Traced = residuals.traced
         label = f"{self.label}_dgrad"
-        own, dys = _as_traced_dys(label, own, dy)
+        own, dys = _as_traced_dys(self, label, own, dy)
         kept = _laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept, own.graphs.idle)
         found = own.graphs.dgrad.forward(*kept, *dys.values())
         dx, middle = own.dx(found)
@@ -414,7 +420,7 @@ class Traces:
     def backward(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
         own: Traced = residuals.traced
         label = f"{self.label}_bwd"
-        own, dys = _as_traced_dys(label, own, dy)
+        own, dys = _as_traced_dys(self, label, own, dy)
         kept = _laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept)
         dx, dparams = own.dx(own.graphs.backward.forward(*kept, *dys.values()))
         return dx, unflatten(own.params_shape, own.spread(dparams, 0, own.params)) if residuals.needs.params else None
@@ -428,9 +434,9 @@ class Traces:
         node = open_node(label, pending, TorchPending, cfg)
         own: Traced = node.traced
         found = own.graphs.wgrad.forward(*_laid_out(label, "pending.kept", own.graphs, own.graphs.waiting, node.kept))
+        if node is pending and into is None:  # which still holds those that dgrad computed already
+            found = [g.clone() if passes else g for g, passes in zip(found, own.graphs.passes, strict=True)]
         dparams = unflatten(own.params_shape, own.spread(found, 0, own.params))
-        if own.graphs.passes and node is pending and into is None:
-            dparams = _unshared(dparams, node.kept)
         return accumulate(label, dparams, into)
 
 
@@ -522,7 +528,7 @@ def _of_tensors(shape: Any) -> Any:
     return None
 
 
-def _as_traced_dys(label: str, own: Traced, dy: Any) -> tuple[Traced, dict[int, Any]]:
+def _as_traced_dys(of: Traces, label: str, own: Traced, dy: Any) -> tuple[Traced, dict[int, Any]]:
     """The trace for the outputs that have gradients, and these by number, in the layouts for which it was traced; None for
     integers, of which it reads none."""
     _check_mirror(label, "dy", own.y_shape, dy)
@@ -534,18 +540,15 @@ def _as_traced_dys(label: str, own: Traced, dy: Any) -> tuple[Traced, dict[int, 
                 fail(label, path, "None, as integers have no gradient", describe(d), TypeError)
             check(label, path, d, like.shape, like.dtype)
     able = [has_gradient(like.dtype) for like in outputs]
-    missing = frozenset([i for i, d in enumerate(values) if d is None and able[i]])
+    missing = [i for i, d in enumerate(values) if d is None and able[i]]
     if len(missing) == sum(able):
         return own, {i: like.zeros() if able[i] else None for i, like in enumerate(outputs)}
     given = {i: d for i, d in enumerate(values) if i not in missing}
     laid_out = {i: d if d is None else outputs[i].laid_out("", "", d) for i, d in given.items()}
-    return own.without(missing) if missing else own, laid_out
-
-
-def _unshared(dparams: Any, kept: Any) -> Any:
-    """Copy the gradients that dgrad computed already and that a pending, which is not consumed, still holds."""
-    held = {t.untyped_storage()._cdata for t in kept.values() if isinstance(t, Tensor)}
-    return tree_map_tensors(lambda t: t.clone() if t.untyped_storage()._cdata in held else t, dparams)
+    if missing and torch.compiler.is_dynamo_compiling():
+        id(own)  # its guard
+        return getattr(of.watched, own.without_while_compiling(of.number, *missing)), laid_out
+    return own.without(frozenset(missing)) if missing else own, laid_out
 
 
 def _asked(

@@ -97,7 +97,7 @@ class Walk:
     names; closures and defaults. `parts`: the modules whose parameters and modes are left out."""
 
     def __init__(self, parts: Sequence[nn.Module], ran: Ran, beside: frozenset[str]) -> None:
-        """`parts`: the whole module first; `beside`: and its attributes that are left out, too."""
+        """`parts`: the whole module first; `beside`: its attributes that are left out, too."""
         self.parts, self.ran, self.root, self.beside = {*map(id, parts)}, dict(ran), parts[0], beside
         self.seen, self.names, self.classes = dict[int, Any](), dict[str, None](), dict[type, Scope]()
         self.scopes, self.globals, self.whole = list[Scope](), dict[int, Scope](), list[tuple[str, Any]]()
