@@ -66,7 +66,7 @@ class Graphs(NamedTuple):
     placed: bool  # whether they contain storage offsets, so that they only serve leaves at these offsets
     captured: dict[str, Tensor]  # which the function reads beside its arguments; a backward gets those that it reads as kept ones
     draws: str  # the first operator of the forward that draws random numbers, or ""
-    passes: tuple[bool, ...]  # which of its gradients wgrad may return as it was given them
+    passes: tuple[bool, ...]  # which gradients wgrad may return unchanged
     idle: frozenset[str]  # the kept ones that dgrad only hands on
     actions: dict[str, Action]  # for kept ones in another form
 
