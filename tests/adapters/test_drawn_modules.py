@@ -153,6 +153,7 @@ REASONS = (
     "draws from torch's own generators",
     "draws normal numbers into contiguous tensors",
     "writes neither to its inputs nor to its parameters",
+    "writes to nothing that its backward reads",
     "leaves its attributes as they are",
     "whose backward reads no parameter again",
     "whose backward draws nothing again",

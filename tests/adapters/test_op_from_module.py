@@ -498,6 +498,27 @@ class Writes(nn.Module):
         return x.mul_(2)
 
 
+class Overwrites(nn.Module):
+    """Its backward reads the first value of a counter that a second call has written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Counts()
+
+    def forward(self, x):
+        return self.inner(self.inner(x))
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.steps += 1
+        return x * self.steps
+
+
 class Objects(nn.Module):
     def forward(self, x):
         return {"y": x, "cache": object()}
@@ -523,6 +544,7 @@ class Objects(nn.Module):
             ValueError,
             "Again must be a module whose backward reads no parameter again .*, got one that reads b.0.weight",
         ),
+        (Overwrites(), ValueError, "Overwrites must be a module that writes to nothing that its backward reads"),
         (Writes(), ValueError, "Writes must be a module that writes neither to its inputs nor to its parameters"),
         (Objects(), TypeError, r"y.cache must be a tensor \(output= chooses a part of the result\), got object"),
     ],

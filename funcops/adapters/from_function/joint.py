@@ -156,6 +156,9 @@ def trace_module(
         except _ReadsValues as error:
             why = f"{error}{steps.here()}"
         except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                wanted = "a module that writes to nothing that its backward reads"
+                fail(where, name, wanted, f"one whose gradients torch does not compute, either ({error})")
             if "in-place operation" not in str(error):
                 raise
             fail(where, name, "a module that writes neither to its inputs nor to its parameters", f"{error}{steps.here()}")
