@@ -194,3 +194,30 @@ def test_layers_of_this_library_are_traced_once():
     op, params = op_from_module(nn.ModuleList([module])[0], x)
     assert op.fwd(params, x, CFG)[1].traced is op.fwd(params, x, CFG)[1].traced
     assert torch.allclose(op.fwd(params, x, CFG)[0], module(x))
+
+
+class Parted(nn.Module):
+    """The gradient of `only` is dy of the first result; the gradient of its bias has a part from the second, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.only = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x):
+        return x + self.bias + self.only, x * self.bias.sin()
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_pending_shares_no_memory_with_gradients_of_some_outputs(missing):
+    module, x = Parted().double(), draw(4, 3)
+    op, params = op_from_module(module, x)
+    ys, residuals = op.fwd(params, x, CFG)
+    dy = tuple([None if i == missing else torch.ones_like(y) for i, y in enumerate(ys)])
+    _, pending = op.dgrad(residuals, dy, CFG)
+    first = op.wgrad(pending, CFG)["bias"].clone()
+    op.wgrad(pending, CFG)["bias"].mul_(5)
+    assert torch.equal(op.wgrad(pending, CFG)["bias"], first)
+    only = op.wgrad(pending, CFG)["only"]
+    assert torch.equal(only, dy[0]) if missing else only is None
+    assert torch.equal(first, torch.ones(4, 3) if missing else x * params["bias"].cos())
+    assert torch.equal(dy[1 - missing], torch.ones_like(ys[0]))

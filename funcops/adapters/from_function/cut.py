@@ -118,12 +118,12 @@ def maker(node: fx.Node) -> fx.Node:
     return node
 
 
-def _with_elements(node: fx.Node) -> list[fx.Node]:
+def _and_elements(node: fx.Node) -> list[fx.Node]:
     """A node and the elements of its tuple, next to it, so that the tuple does not hold the others."""
     found = [node]
     for user in node.users:
         if user.target is operator.getitem:
-            found += _with_elements(user)
+            found += _and_elements(user)
     return found
 
 
@@ -202,7 +202,7 @@ class Cutter:
         self.order: list[fx.Node] = []
         for node in nodes:
             if node.op not in ("placeholder", "output") and node.target is not operator.getitem:
-                self.order += _with_elements(node)
+                self.order += _and_elements(node)
         inputs = [n for n in nodes if n.op == "placeholder"]
         self.dys = inputs[len(leaves) :]
         self.names = dict(zip(inputs, [*leaves, *[f"dy.{i}" for i in range(len(self.dys))]], strict=True))
@@ -248,7 +248,7 @@ class Cutter:
             captured,
             drawn,
             passes,
-            frozenset(map(self._name, set(names) - set(handed))),
+            frozenset(map(self.name_of, set(names) - set(handed))),
             {self.names[n]: a for n, a in actions.items() if n in names and isinstance(a, Compress | Offload | Drop)},
         )
 
@@ -433,11 +433,11 @@ class Cutter:
         read.update({n: None for n in ends if n is not None})
         return [n for n in read if n not in part and (n.op != "get_attr" or n in self.captured)]
 
-    def _name(self, node: fx.Node) -> str:
+    def name_of(self, node: fx.Node) -> str:
         return self.names.get(node, node.name)
 
     def _named(self, nodes: Iterable[fx.Node]) -> dict[str, Like]:
-        return {self._name(n): Like.of(self.captured[n] if n in self.captured else n.meta["val"]) for n in nodes}
+        return {self.name_of(n): Like.of(self.captured[n] if n in self.captured else n.meta["val"]) for n in nodes}
 
     def _part(self, part: set[fx.Node], inputs: Sequence[fx.Node], results: Sequence[Any]) -> fx.GraphModule:
         graph, copies, again = fx.Graph(), dict[fx.Node, fx.Node](), inputs is not self.leaves

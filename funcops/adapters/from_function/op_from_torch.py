@@ -127,11 +127,8 @@ class Traced:
     without_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {
-            "cutter": None,
-            "cuts": {},
-            "fewer": {},
-        }  # residuals in another process need their graphs, but no other cut
+        # residuals in another process need their graphs, but no other cut
+        return vars(self) | {"cutter": None, "cuts": {}, "fewer": {}}
 
     def nothing(self) -> Any:
         """dx without gradients."""
@@ -435,7 +432,7 @@ class Traces:
         own: Traced = node.traced
         found = own.graphs.wgrad.forward(*_laid_out(label, "pending.kept", own.graphs, own.graphs.waiting, node.kept))
         if node is pending and into is None:  # which still holds those that dgrad computed already
-            found = [g.clone() if passes else g for g, passes in zip(found, own.graphs.passes, strict=True)]
+            found = [g.clone() if passes and g is not None else g for g, passes in zip(found, own.graphs.passes, strict=True)]
         dparams = unflatten(own.params_shape, own.spread(found, 0, own.params))
         return accumulate(label, dparams, into)
 
