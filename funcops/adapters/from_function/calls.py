@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from funcops.adapters.from_function.joint import of_schema
+from funcops.adapters.from_function.joint import of_schema, operator_name
 
 _NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType)
 _HOMES = (torch, torch._C._nn, torch.Tensor)
@@ -45,7 +45,7 @@ def _find_call(node: fx.Node, found: Any, args: Any, kwargs: Any) -> None:
     schema = of_schema(node)
     if schema is None or CALL in node.meta or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
         return
-    for call in _candidates(str(schema.name).partition("::")[2]):
+    for call in _candidates(operator_name(node)):
         try:
             other = call(*args, **kwargs)
         except (TypeError, RuntimeError, ValueError):  # it takes other arguments

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from funcops.adapters.from_function.calls import CALL
-from funcops.adapters.from_function.joint import Like, draws, is_view, of_schema, writes
+from funcops.adapters.from_function.joint import Like, draws, is_view, of_schema, operator_name, writes
 from funcops.adapters.from_function.keyed import DRAWS
 from funcops.engine.errors import fail, join_path
 from funcops.engine.residuals.policy import Action, Compress, Drop, Offload, Policy, Recompute
@@ -71,12 +71,6 @@ class Graphs(NamedTuple):
     actions: dict[str, Action]  # for kept ones in another form
 
 
-def _name(node: fx.Node) -> str:
-    """The name of the node's operator, as in its schema; "" if it has none."""
-    schema = of_schema(node)
-    return "" if schema is None else str(schema.name).partition("::")[2]
-
-
 def cheap(node: fx.Node) -> bool:
     """Whether a backward may compute the node again."""
     if node.op == "get_attr" or is_view(node) or node.target in DRAWS.values():
@@ -86,12 +80,12 @@ def cheap(node: fx.Node) -> bool:
     schema = of_schema(node)
     if schema is None or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
         return False
-    return _name(node) in _CHEAP or torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+    return operator_name(node) in _CHEAP or torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
 
 
 def _of_batch(node: fx.Node) -> bool:
     """Whether the node is a batch norm in training, which writes to its running statistics and does not read them."""
-    return _name(node) == "native_batch_norm" and bool(node.args[5])
+    return operator_name(node) == "native_batch_norm" and bool(node.args[5])
 
 
 def args_again(node: fx.Node) -> Any:
@@ -101,7 +95,7 @@ def args_again(node: fx.Node) -> Any:
 
 def _writes_dx(node: fx.Node) -> bool:
     """Whether torch's kernel writes dx unasked, and crashes: of a group norm, unless x is contiguous."""
-    return _name(node) == "native_group_norm_backward" and not node.args[1].meta["val"].is_contiguous()  # type: ignore[union-attr]
+    return operator_name(node) == "native_group_norm_backward" and not node.args[1].meta["val"].is_contiguous()  # type: ignore[union-attr]
 
 
 def _reads(node: fx.Node) -> list[fx.Node]:
@@ -113,7 +107,7 @@ def _reads(node: fx.Node) -> list[fx.Node]:
 
 def maker(node: fx.Node) -> fx.Node:
     """The node that computes this one: for an element of a tuple the tuple, for a product in another shape the product."""
-    while node.target is operator.getitem or _name(node) == _RESHAPED:
+    while node.target is operator.getitem or operator_name(node) == _RESHAPED:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -149,7 +143,7 @@ def by_module(node: fx.Node) -> str | None:
     base = maker(node)
     path = base.meta.get("custom", {}).get("path")
     number = node.args[1] if node.target is operator.getitem else ""
-    return None if path is None else join_path(path, f"{_name(base) or base.name}{number}")
+    return None if path is None else join_path(path, f"{operator_name(base) or base.name}{number}")
 
 
 def unique(path: str, taken: set[str], mark: str = ".") -> str:
@@ -296,7 +290,7 @@ class Cutter:
     def _take_masked_apart(self) -> None:
         """Make two nodes of one that computes dx, dW and db, as its `output_mask` says which: the first stays for dx."""
         for node in list(self.graph.nodes):
-            if _name(node) == "native_batch_norm_backward" and node.args[7]:
+            if operator_name(node) == "native_batch_norm_backward" and node.args[7]:
                 node.args = (*node.args[:3], None, None, *node.args[5:])  # in training it does not read the running statistics
             schema = of_schema(node)
             names = [] if schema is None else [argument.name for argument in schema.arguments]
@@ -322,7 +316,9 @@ class Cutter:
             if node.target is _T and isinstance(before, fx.Node) and before.target is _T:
                 node.replace_all_uses_with(before.args[0])  # type: ignore[arg-type]
                 self.graph.erase_node(node)
-            elif is_view(node) or (_name(node) in _FILLS and not node.all_input_nodes and not _name(node).startswith("empty")):
+            elif is_view(node) or (
+                operator_name(node) in _FILLS and not node.all_input_nodes and not operator_name(node).startswith("empty")
+            ):
                 same = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
                 if same is not node:
                     node.replace_all_uses_with(same)
@@ -334,7 +330,7 @@ class Cutter:
         taken = set(self.names.values())
         for node in self.order:
             path = node.meta.get("custom", {}).get("input") or by_module(node)
-            if path is not None and node not in self.names and [_name(user) for user in node.users] != [_RESHAPED]:
+            if path is not None and node not in self.names and [operator_name(user) for user in node.users] != [_RESHAPED]:
                 self.names[node] = unique(path, taken)
 
     def _ancestors(self, ends: Iterable[Any]) -> set[fx.Node]:
@@ -400,7 +396,7 @@ class Cutter:
             else:
                 graph.add_edge((node, 0), (node, 1))  # without a bound: a view is kept as its base, a tuple by its elements
             # a copy of a captured tensor is one of a buffer that the forward writes to: its caller may put the new value there
-            copies = _name(node) == "clone" and node.args[0] in self.captured
+            copies = operator_name(node) == "clone" and node.args[0] in self.captured
             if node in self.inputs or node in fixed or copies or not (cheap(node) or maker(node) in free):
                 graph.add_edge("forward", (node, 0))
             if node in self.inputs:

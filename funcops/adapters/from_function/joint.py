@@ -451,6 +451,12 @@ def of_schema(node: fx.Node) -> Any:
     return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
 
 
+def operator_name(node: fx.Node) -> str:
+    """The name of the node's operator, as in its schema; "" if it has none."""
+    schema = of_schema(node)
+    return "" if schema is None else str(schema.name).partition("::")[2]
+
+
 def writes(node: fx.Node) -> bool:
     schema = of_schema(node)
     return schema is not None and schema.is_mutable

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from funcops.adapters.from_function.joint import Like, draws, of_schema
+from funcops.adapters.from_function.joint import Like, draws, of_schema, operator_name
 from funcops.engine import random
 from funcops.engine.errors import fail
 
@@ -18,7 +18,7 @@ def draw_by_key(where: str, graph: fx.Graph, key: fx.Node) -> None:
     """Replace the draws of a graph. Raises `ValueError` for one that a key cannot make, before the graph is changed."""
     drawing = [node for node in graph.nodes if draws(node)]
     for node in drawing:
-        if _name(node) not in DRAWS:
+        if operator_name(node) not in DRAWS:
             wanted = f"a module whose random operators are among {', '.join(DRAWS)}, or no key"
             fail(where, "x.extras.key", wanted, f"one that calls {node.target}")
     for number, node in enumerate(drawing):
@@ -28,14 +28,10 @@ def draw_by_key(where: str, graph: fx.Graph, key: fx.Node) -> None:
         value = node.meta["val"]
         with graph.inserting_before(node):
             like = Like.of(value[0] if isinstance(value, tuple) else value)
-            made = graph.call_function(DRAWS[_name(node)], (key, number, like, given))
+            made = graph.call_function(DRAWS[operator_name(node)], (key, number, like, given))
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
-
-
-def _name(node: fx.Node) -> str:
-    return str(of_schema(node).name).partition("::")[2]
 
 
 def _unit(key: Tensor, number: int, like: Like, low: float = 0.0, high: float = 1.0) -> Tensor:

@@ -166,7 +166,7 @@ class Layers:
             # it may write to its arguments
             given = [t.detach() if i < params else t.detach().clone() for i, t in enumerate(leaves)]
             with _watched(layer, own) as read:
-                found = run([t.detach().requires_grad_(own.requires_grad) for t, own in zip(given, leaves, strict=True)])
+                found = run([t.detach().requires_grad_(leaf.requires_grad) for t, leaf in zip(given, leaves, strict=True)])
         if not _is_plain(y_shape[0]):
             raise _Unlike(path)
         outputs, trained = [Like.of(y) for y in found], [y.requires_grad for y in found]
