@@ -88,8 +88,13 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     It tries the lossless presets, and every subset of a block's parts to recompute. Nothing runs: one forward and backward, with
     two layers per repeat, is traced on shapes alone, and the bytes of each policy are counted from that. So the time does not
     depend on depth, unless `needs` names layers, and hardly on the number of policies. `dtype`: the dtype of the params, by default
-    x's, or torch's if x has no floats. `needs`: the gradients that the training step asks of the forward. Raises `ValueError`, with
-    the least bytes found, if no policy fits.
+    x's, or torch's if x has no floats. `needs`: the gradients that the training step asks of the forward.
+
+    Of an op that `op_from_module` made, it bisects over the products of the graph for x, in the order of operations per byte, and
+    each layer is computed again from its own input if that fits. An x of other shapes than the example's must have values, as the
+    module is traced on it, and `dtype` must be None.
+
+    Raises `ValueError`, with the least bytes found, if no policy fits.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, RMSNormConfig, Step, chain, fit, linear, rms_norm
@@ -110,6 +115,7 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
         followed = _follow(op, cfg, x, dtype, needs)
         tried = [Tried(name, policy, *followed.under(held)) for name, policy, held in _candidates(*_short(op, cfg, False))]
     else:
+        require(dtype is None, "fit", "dtype", "None, as a module's params have their own", dtype)
         tried = [Tried(_titled(policy), policy, *cost) for policy, *cost in op.named.plans(x, cfg, needs, budget, _flops)]
     tried.sort(key=lambda one: (one.extra_flops, -one.kept_bytes))
     within = [one for one in tried if one.kept_bytes <= budget]

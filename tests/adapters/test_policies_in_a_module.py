@@ -142,6 +142,8 @@ def test_fit_finds_products_to_compute_again_within_the_bytes(name):
         assert kept == fitted.picked.kept_bytes <= budget and (fitted.picked.extra_flops > 0) == (more > products)
         works.append(fitted.picked.extra_flops)
     assert works[0] == max(works) > 0 == works[-1] or least == before
+    with pytest.raises(ValueError, match="fit: dtype must be None, as a module's params have their own, got torch.float32"):
+        fit(op, CFG, x, before, dtype=torch.float32)
     if least:
         with pytest.raises(ValueError, match=f"fit: budget must be at least {least:,} bytes"):
             fit(op, CFG, x, least - 1)
