@@ -40,7 +40,7 @@ KNOWN: dict[str, dict[str, dict[str, Any]]] = {  # by how `from_torch` knows the
         "Qwen3": HEADS,
         "SmolLM3": {},
     },
-    "by what it computes": {
+    "without a row": {
         "Arcee": {},
         "Cohere": {},
         "Cohere2": {},
@@ -99,12 +99,16 @@ def _rows(case: str, model: Any, loss_of: Callable[[Any], Any], rounds: int) -> 
     fnn.from_torch(ours)
     both = {"torch": model, "funcops": ours}
     kept = {way: saved_by(one, lambda one=one: loss_of(one)) for way, one in both.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = {way: saved_by(one, lambda one=one: loss_of(one)) for way, one in both.items()}
     steps: dict[str, Callable[[], Any]] = {way: lambda one=one: loss_of(one).backward() for way, one in both.items()}
     samples = interleaved(steps, rounds=rounds, calls=3, cpu=True)
     paired = zip(samples["funcops"], samples["torch"], strict=True)
     rows = [Row("swapped", case, way, "bytes kept", float(size), "bytes") for way, size in kept.items()]
     if kept["torch"]:
         rows.append(Row("swapped", case, "funcops", "bytes, ratio to torch", kept["funcops"] / kept["torch"], ""))
+    if cast["torch"]:
+        rows.append(Row("swapped", case, "funcops", "bytes under autocast, ratio to torch", cast["funcops"] / cast["torch"], ""))
     rows += [Row("swapped", case, way, "median CPU time", statistics.median(t) / 1e3, "ms") for way, t in samples.items()]
     rows.append(Row("swapped", case, "funcops", "CPU time, ratio to torch", statistics.median(a / b for a, b in paired), ""))
     return rows

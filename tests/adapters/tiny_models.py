@@ -73,7 +73,7 @@ MODELS = {
     "T5 1.1": ("t5", *t5(d_ff=176, feed_forward_proj="gated-gelu")),
 }
 H = dict(head_dim=16)
-UNKNOWN = {  # without a row: recognised by what their modules compute
+UNKNOWN = {  # without a row
     name: ("", *decoder(name, attention_dropout=0.0, **more))
     for name, more in {
         "Arcee": {},

@@ -2,8 +2,8 @@
 
 ADAPTERS = "tests/adapters/"
 NN, INPUTS, ARGUMENTS = f"{ADAPTERS}test_nn.py::", f"{ADAPTERS}test_nn_inputs.py::", f"{ADAPTERS}test_torch_arguments.py::"
-SWAP, MODELS, FOUND = f"{ADAPTERS}test_from_torch.py::", f"{ADAPTERS}test_models.py::", f"{ADAPTERS}test_structure.py::"
-BRANCHES, BETWEEN = f"{ADAPTERS}test_structure_branches.py::", f"{ADAPTERS}test_between_nodes.py::"
+SWAP, MODELS, FIRST = f"{ADAPTERS}test_from_torch.py::", f"{ADAPTERS}test_models.py::", f"{ADAPTERS}test_first_call.py::"
+BETWEEN = f"{ADAPTERS}test_between_nodes.py::"
 TRACERS, TAMPERED = f"{ADAPTERS}test_tracers_and_swaps.py::", f"{ADAPTERS}test_tampering.py::test_tampering"
 MIXED, DELAYED, RECIPES = (f"{ADAPTERS}test_{name}.py::" for name in ("mixed_precision", "delayed", "nn_recipes"))
 OPS, AGAIN, NODES = (f"{ADAPTERS}test_{name}.py::" for name in ("from_function", "functions_run_again", "autograd"))

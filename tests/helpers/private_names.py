@@ -42,7 +42,6 @@ NAMES = {
     "._orig_mod": "in the text of an error alone: where torch.compile's wrapper of a module has the module",
     "._original_forward": "accelerate's note of the forward that it wraps: no change of the module",
     "._base": "the tensor that a view is of: no public name; a fusion is left out where it is None",
-    "._cast_if_autocast_enabled": "a helper of transformers' Nemotron, compared with the function that runs",
     "._is_view": "whether a tensor is a view: no public name; tests/distributed tries views and their bases",
     "._str": "the name of the function that makes the text of a tensor: a frame of it says that values are read",
     "torch.autograd._get_sequence_nr": "no public way to ask which autograd node is older; stages are cut by it",

@@ -9,11 +9,10 @@ from existing_models import (
     ADAPTERS,
     ARGUMENTS,
     BLOCKS,
-    BRANCHES,
     BY_RECIPE,
     BYTES,
     DELAYED,
-    FOUND,
+    FIRST,
     GRAPH,
     INPUTS,
     KEPT_BETWEEN,
@@ -171,40 +170,6 @@ def what_torchs_functions_run():
             fnn.Embedding(4, 3, **option)
 
 
-class Flagged(nn.Module):
-    """A norm with `formula` behind it."""
-
-    def __init__(self, formula):
-        super().__init__()
-        self.weight, self.eps, self.on, self.formula = nn.Parameter(torch.ones(4)), 1e-6, False, formula
-
-    def forward(self, x):
-        return self.formula(self, x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight)
-
-
-FACTOR = 1
-
-
-def looping(module, y):
-    for _ in range(1):
-        y = y * 1
-    return y
-
-
-class OfFlag(Flagged):
-    def forward(self, x):
-        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
-        if self.on:
-            return x
-        return y
-
-
-def forwards_that_may_differ():
-    for formula in (looping, lambda m, y: y * (y.shape[0] > 0), lambda m, y: y * FACTOR):
-        assert not fnn.from_torch(Flagged(formula)).replaced
-    assert fnn.from_torch(Flagged(lambda m, y: y)).replaced and fnn.from_torch(OfFlag(None)).replaced
-
-
 class Own(nn.Linear):
     """A user's subclass."""
 
@@ -238,57 +203,11 @@ def the_benchmark_is_as_described():
     assert "dtype" not in inspect.getsource(swapped._model) and torch.get_default_dtype() is torch.float32
 
 
-def berts_mlp_is_two_modules():
-    """The output of the first is kept, for the second to read, and its activation's input."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.bert import modeling_bert
-
-    config = transformers.BertConfig(hidden_size=D, intermediate_size=2 * D, hidden_dropout_prob=0.0, num_attention_heads=2)
-    first, last = modeling_bert.BertIntermediate(config), modeling_bert.BertOutput(config)
-    x = torch.randn(4096, D, requires_grad=True)
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = first, last
-
-        def forward(self, x):
-            return self.last.dense(self.first(x))
-
-    both = Both()
-    fnn.from_torch(both)
-    assert fnn.kept_bytes(both, x) == 4 * x.nbytes
-
-
-def attention_that_keeps_scores():
-    """It keeps them before and after the swap, as experts keep what they keep; attention with a fused kernel does not."""
-    from tests.adapters.tiny_models import batch_of, kept, tiny
-
-    attention = {}
-    for name, more in (("Gemma2", {}), ("T5", {}), ("Llama", dict(attention_dropout=0.1)), ("Llama", {}), ("Mixtral", {})):
-        one = tiny(name, **more).train()
-        batch = batch_of(one, 2, 32)
-        before = kept(one, batch)[2:]
-        fnn.from_torch(one)
-        assert kept(one, batch)[2:] == before
-        attention[(name, *more)] = before[0]
-        assert (before[1] > 0) == (name == "Mixtral")
-    scores = 2 * 2 * 4 * 32 * 32 * 4  # layers, rows, heads, queries, keys, bytes
-    assert attention["Llama", "attention_dropout"] >= attention["Llama",] + scores
-    assert attention["Gemma2",] >= attention["Llama",] + scores and attention["T5",] >= scores
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(D, 4 * D), nn.SiLU(), nn.Linear(4 * D, D)
-
-    def forward(self, x):
-        return self.down(self.act(self.up(x)))
-
-
 def minimal_keeps_inputs():
-    one = Behind(Mlp())
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.vit import modeling_vit
+
+    one = Behind(modeling_vit.ViTMLP(transformers.ViTConfig(hidden_size=D, intermediate_size=4 * D)))
     fnn.from_torch(one, policy="minimal")
     for rows in (4, 4096):
         x = torch.randn(rows, D, requires_grad=True)
@@ -482,7 +401,12 @@ HELD = {  # by how each sentence, or row, of the page begins: what holds it
         f"{INPUTS}test_fx_and_jit_trace",
         f"{INPUTS}test_fx_says_what_it_cannot_trace",
     ),
-    "`from_torch` lets the layers": (f"{SWAP}test_torch_layers", f"{SWAP}test_the_report_is_a_summary", BLOCKS),
+    "`from_torch` lets the layers": (
+        what_a_report_names,
+        f"{SWAP}test_torch_layers",
+        f"{SWAP}test_the_report_is_a_summary",
+        BLOCKS,
+    ),
     "A module's class becomes": (nothing_else_changes, f"{SWAP}test_torch_layers"),
     "`only=` and `skip=` take": f"{SWAP}test_only_and_skip",
     "A pattern matches a module": (f"{SWAP}test_only_and_skip", f"{SWAP}test_patterns_that_are_wrong"),
@@ -496,27 +420,24 @@ HELD = {  # by how each sentence, or row, of the page begins: what holds it
         f"{SWAP}test_halves_of_a_batch_add_up_to_the_whole",
         conv1d_takes_no_recipe,
     ),
-    "It recognises norms": (f"{FOUND}test_norms", f"{FOUND}test_mlps", f"{FOUND}test_activations", BLOCKS),
-    "On a copy with drawn weights": (
-        f"{FOUND}test_what_only_looks_like_one_is_left",
-        f"{FOUND}test_a_norm_is_the_same_for_tiny_inputs_too",
-        f"{FOUND}test_the_answer_does_not_depend_on_what_is_around",
-        f"{BRANCHES}test_mlps_that_call_functions",
+    "A model with any other module": (
+        f"{FIRST}test_models_without_a_row",
+        f"{FIRST}test_a_module_of_any_class",
+        f"{FIRST}test_what_from_torch_leaves_to_layers",
+        BLOCKS,
     ),
-    "The forward must do the same": (
-        forwards_that_may_differ,
-        f"{BRANCHES}test_a_value_that_is_changed_later",
-        f"{BRANCHES}test_a_branch_on_an_attribute",
+    "Further shapes are traced": (f"{FIRST}test_a_length_is_traced_when_it_comes_again", f"{GRAPH}test_many_shapes_run_as_before"),
+    "A model of which a call cannot": (
+        f"{FIRST}test_parts_are_traced_where_a_whole_cannot_be",
+        f"{FIRST}test_gradients_come_by_blocks_inside_distributed_data_parallel",
     ),
-    "If an attribute that it reads": f"{BRANCHES}test_an_attribute_that_is_read_is_compared_in_each_call",
-    "Other modules, and subclasses": (what_a_report_names, f"{SWAP}test_torch_layers", f"{BRANCHES}test_a_report_says_why"),
+    "`from_torch(model, example=batch)` says": f"{FIRST}test_a_recurrent_model_is_left_to_torch",
+    "`trace=False`, a policy": f"{FIRST}test_what_from_torch_leaves_to_layers",
     "A swapped layer's output": (STRIDES, layers_keep_no_more, f"{BYTES}test_a_swapped_activation_keeps_no_more_than_torchs"),
     "Measure kept bytes": (BLOCKS, f"{BYTES}test_kept_bytes_are_torchs_own_sums"),
     "Models of 30 architectures": (the_benchmark_is_as_described, TABLE),
-    "The first row keeps the fewest": TABLE,
-    "BERT's MLP is two modules": berts_mlp_is_two_modules,
+    "Under autocast each keeps": (TABLE, f"{ADAPTERS}test_swapped_models.py::test_the_bytes_of_swapped_models"),
     "With dropout GPT-2": TABLE,
-    "`from_torch` cannot change": (attention_that_keeps_scores, f"{MODELS}test_the_bytes_that_models_keep"),
     '`from_torch(model, policy="minimal")` keeps': (minimal_keeps_inputs, f"{MODELS}test_policies"),
     "A `Sequential` or an MLP checks": (TAMPERED, f"{NN}test_a_sequential_follows_its_modules"),
     "A layer that was replaced": (replaced_layers_are_called, TAMPERED),
@@ -586,8 +507,7 @@ def test_each_sentence_has_a_test():
 
 SLOW = (  # they import transformers, or the compiler
     compiled_functorch_raises,
-    berts_mlp_is_two_modules,
-    attention_that_keeps_scores,
+    minimal_keeps_inputs,
     every_mlp_with_a_row_is_one_chain,
     conv1d_takes_no_recipe,
 )

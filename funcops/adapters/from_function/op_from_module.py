@@ -243,6 +243,8 @@ class ModuleTraces(NamedTraces):
                 run(given)
         finally:
             self._own = None
+        if self.outside.prints:
+            fail(f"{self.label}_fwd", self.label, "a module whose forward prints nothing, as only its trace would", "one that does")
         made = {name: t for name, t in self._left.items() if t is not own[name]}
         # a batch norm writes without counting, and another forward replaces its buffer
         found = {*map(id, versions.written()), *[id(b) for name, b in own.items() if not torch.equal(b, buffers[name])]}

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+HEAP = 1 << 9  # a flag of classes that Python code defines, whose attributes can change
 LONGEST = 64  # of the lists and dicts of plain values whose values are compared by their reprs at every call
 LARGEST = 2**20  # of the arrays whose bytes are compared
 CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
@@ -32,6 +33,24 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.it)
+
+
+class Alike(Same):
+    """An object, equal to itself and to one of its class that held the same then."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, it: Any) -> None:
+        super().__init__(it)
+        self.held = [(name, frozen(one)) for name, one in vars(it).items()]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Alike):
+            return False
+        return other.it is self.it or (type(other.it) is type(self.it) and other.held == self.held)
+
+    def __hash__(self) -> int:
+        return hash(type(self.it))
 
 
 class Each(Same):
@@ -153,4 +172,10 @@ MEMBERS = ("training", "_parameters", "_buffers", "_modules", "_flat_weights", "
 
 
 def by_identity(value: Any) -> Any:
-    return Same(value) if isinstance(value, nn.Module) else frozen(value)
+    """`frozen`, for what is looked into anyway: of a module its identity, and of another object of Python's that, or what it holds,
+    as some libraries make a new one for each state."""
+    kind = type(value)
+    if isinstance(value, nn.Module):
+        return Same(value)
+    of_python = kind not in PLAIN and not isinstance(value, type) and all([one.__flags__ & HEAP for one in kind.__mro__[:-1]])
+    return Alike(value) if of_python and hasattr(value, "__dict__") else frozen(value)

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from funcops.adapters.from_function.outside import CONTAINERS, MEMBERS, PLAIN, Same, bits_of, by_identity
+from funcops.adapters.from_function.outside import CONTAINERS, HEAP, MEMBERS, PLAIN, Same, bits_of, by_identity
 from funcops.engine.contract.marks import version
 from funcops.engine.errors import join_path
 
-_HEAP = 1 << 9  # of classes whose attributes can change
 CACHES = "_funcops_caches"  # of a class: attributes of its instances that no forward reads
 _GONE = object()  # in place of what does not exist
 _NO_VALUE = types.CellType()
@@ -78,6 +77,12 @@ def _find_reads(code: types.CodeType) -> Reads:
     if not {"getattr", "hasattr"}.isdisjoint(code.co_names):
         names.update(dict.fromkeys([one for one in code.co_consts if type(one) is str and one.isidentifier()]))
     return Reads(list(chains), list(names))
+
+
+def _codes_in(code: types.CodeType) -> list[types.CodeType]:
+    """The codes of the functions that a function makes, and of those that these make."""
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return [*inner, *itertools.chain.from_iterable(map(_codes_in, inner))]
 
 
 _known: weakref.WeakKeyDictionary[types.CodeType, Reads] = weakref.WeakKeyDictionary()
@@ -169,7 +174,7 @@ class Walk:
 
     def of_class(self, cls: type) -> None:
         for one in cls.__mro__:
-            if one not in self.classes and one.__flags__ & _HEAP:
+            if one not in self.classes and one.__flags__ & HEAP:
                 self.classes[one] = own = self.scope(one.__name__, vars(one), _foreign(one.__module__))
                 self.look_up(own, [n for n, f in vars(one).items() if id(_code_of(f)) in self.ran])
         if issubclass(cls, torch.autograd.Function):
@@ -201,7 +206,9 @@ class Walk:
         if id(fn.__code__) not in self.ran:
             return
         cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-        for first, *rest in _reads_of(fn.__code__).chains:
+        # functions inside this one, which come and go, read its closure too
+        inside = [code for code in _codes_in(fn.__code__) if id(code) in self.ran]
+        for first, *rest in itertools.chain.from_iterable(_reads_of(code).chains for code in (fn.__code__, *inside)):
             if (cell := cells.get(first, _NO_VALUE)) != _NO_VALUE:
                 self.cells.append((first, cell))
                 self.chain(first, cell.cell_contents, rest)
@@ -293,7 +300,7 @@ class ReadByModule:
     @contextmanager
     def learning(self) -> Iterator[None]:
         """A block in which the module runs: what its functions read is looked at from then on."""
-        ran, before = Ran(), sys.getprofile()
+        ran, before, self.prints = Ran(), sys.getprofile(), False
         importing: types.FrameType | None = None  # the forward has no part in the import of a file
 
         def seen(frame: types.FrameType, event: str, arg: Any) -> None:
@@ -304,6 +311,8 @@ class ReadByModule:
                 importing = frame
             elif event == "call":
                 ran[id(frame.f_code)] = frame.f_code, frame.f_globals
+            elif arg is print and event == "c_call":
+                self.prints = True
 
         sys.setprofile(seen)
         try:

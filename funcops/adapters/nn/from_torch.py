@@ -11,14 +11,13 @@ from torch import nn
 from funcops.adapters.nn import layers
 from funcops.adapters.nn.choose import Chosen
 from funcops.adapters.nn.hugging_face import ChainModule
-from funcops.adapters.nn.models import LOSSES, TORCH, joined, swapped
+from funcops.adapters.nn.models import LOSSES, TORCH, swapped
 from funcops.adapters.nn.module import CACHES, OpModule, prepare
 from funcops.adapters.nn.parts import ORIGINALS
 from funcops.adapters.nn.quantized import take_recipe
 from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
-from funcops.adapters.nn.structure import Found, recognised
-from funcops.adapters.nn.whole import undo, whole
+from funcops.adapters.nn.whole import WHOLE, is_ours, place, undo, whole
 from funcops.engine.compose.chain import chain
 from funcops.engine.errors import describe, fail, join_path, require, require_type
 from funcops.engine.residuals.policy import Policy
@@ -32,7 +31,7 @@ class Swap(NamedTuple):
     """The record of a swap that the module keeps, to undo it."""
 
     before: type
-    after: Any  # the new class, or the arguments of `joined` that made it
+    after: type
     added: tuple[str, ...]  # attributes that came with the new class
     loss: Any = None  # if the model's loss was swapped: a tuple with the loss that was set on the model, or an empty one
 
@@ -44,17 +43,22 @@ def from_torch(
     recipe: Recipe | None = None,
     only: Any = None,
     skip: Any = (),
+    trace: bool = True,
     example: Any = None,
 ) -> Replaced:
     """Swap every known layer of `model` for its funcops module, in place, and return a report of the replaced and left layers.
 
     Known layers are the layers of torch.nn that `funcops.nn` has, and the norms, MLPs, activations and the causal loss of the
-    Hugging Face models with a row in `funcops.adapters.nn.models`, these classes themselves. Norms, MLPs and activations of any
-    other class, your own too, are recognised by what they compute (`funcops.adapters.nn.structure`): an op's formula must give the
-    same outputs and gradients on drawn inputs. Subclasses of torch.nn's layers are left, and so, in a model on a CPU, is a Dropout
-    or a GLU that joins no other layer, because torch's is faster there. A module's class becomes a subclass of its
-    old class; parameters, buffers, names, hooks and state_dict do not change. An MLP whose layers are changed later (an adapter, a
-    hook, a sharded weight) runs them one by one.
+    Hugging Face models with a row in `funcops.adapters.nn.models`, these classes themselves. Subclasses of torch.nn's layers are
+    left, and so, in a model on a CPU, is a Dropout or a GLU that joins no other layer, because torch's is faster there. A module's
+    class becomes a subclass of its old class; parameters, buffers, names, hooks and state_dict do not change. An MLP whose layers
+    are changed later (an adapter, a hook, a sharded weight) runs them one by one.
+
+    A model with other modules than these then runs as the forward and backward of its joint graph, which keeps the fewest bytes in
+    between, whatever its classes are. The graph is traced at the first call with gradients, and for further shapes of the arguments
+    when they come a second time, up to 32 times. If a call cannot be traced (a part has a hook, or its steps depend on values), the
+    model runs its parts, and each of these is traced in its place; so does one inside DistributedDataParallel, which reduces
+    gradients as its parts give them. `trace=False` leaves it at the layers, and so does a `policy` or a `recipe`.
 
     `policy`: the policy for MLPs, as in `with_policy`; "minimal" keeps only their inputs and reruns their forward. `only`, `skip`:
     one pattern or several: a class, or a glob for a module's path ("model.layers.0.*"), for the end of the path ("lm_head") or for
@@ -67,9 +71,9 @@ def from_torch(
     precision. `quantize_weights(model)` quantises the weights once per step; a recipe that rounds stochastically needs its `key`.
 
     `example`: the arguments of a call, as `op_from_module` takes them. With it no layer is swapped: the model itself, of any class,
-    runs as the forward and backward of its joint graph, with the same results and gradients to the bit, and the fewest bytes in
-    between. The call is traced now, and a call of another shape, mode or structure when it comes, up to 32 times. A call that
-    cannot be traced runs as before, and so does one without gradients; the first warns (`RuntimeWarning`), once for each reason.
+    runs as the forward and backward of its joint graph, with the same results and gradients to the bit. The call is traced now, and
+    a call of another shape, mode or structure when it comes, up to 32 times. A call that cannot be traced runs as before, and so
+    does one without gradients; the first warns (`RuntimeWarning`), once for each reason.
 
     Raises `TypeError` if `model` is not a module, and for an invalid pattern or recipe; `ValueError` for a pattern without a match,
     an unknown policy, a policy whose rules match nothing, a policy for a model without a known MLP, a recipe with state, a
@@ -80,8 +84,12 @@ def from_torch(
     >>> from funcops import nn
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Conv1d(1, 1, 1))
     >>> said = nn.from_torch(model)
-    >>> isinstance(model[0], nn.Linear), type(model[1]).__name__
-    (True, 'Conv1d')
+    >>> said
+    3 replaced, 1 left, 0 already on funcops
+       1 x Sequential -> funcops.nn.Sequential: (the model)
+       1 x Linear -> funcops.nn.Linear: 0
+       1 x Sequential -> its joint graph: (the model)
+       1 x Conv1d left: not known: 1
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Conv1d(1, 1, 1))
     >>> nn.from_torch(model, example=torch.ones(1, 4))
     1 replaced, 0 left, 0 already on funcops
@@ -89,8 +97,8 @@ def from_torch(
     """
     require_type("from_torch", "model", model, nn.Module)
     if example is not None:
-        given = dict(policy=policy, recipe=recipe, only=only, skip=skip)
-        others = [name for name, value in given.items() if value is not None and value != ()]
+        given = dict(policy=policy, recipe=recipe, only=only, skip=skip or None, trace=None if trace else False)
+        others = [name for name, value in given.items() if value is not None]
         require(not others, "from_torch", ", ".join(others), "left out with example, which is for a whole model", "both")
         return whole(model, example)
     if policy is not None:
@@ -106,10 +114,25 @@ def from_torch(
     done, undo = Replaced([], [], []), Undo()
     try:
         _swap(model, policy, recipe, lambda path: (chosen is None or path in chosen) and path not in skipped, done, undo)
+        if trace and policy is None and recipe is None and (chosen is None or "" in chosen) and "" not in skipped:
+            _trace(model, done, undo)
     except BaseException:
         undo.all()
         raise
     return done
+
+
+def _trace(model: nn.Module, done: Replaced, undo: Undo) -> None:
+    """Let a model run on its joint graph from its next call on, if there is more in it than layers that run on ops."""
+    name = type(model).__name__
+    if WHOLE in vars(model):
+        done.already.append(Change("", name, "on its joint graph"))
+    elif not is_ours(model):
+        undo.note(model)
+        place([model])
+        if WHOLE in vars(model):
+            done.left[:] = [change for change in done.left if change.path]
+            done.replaced.append(Change("", name, "its joint graph"))
 
 
 class Undo(list[Any]):
@@ -130,7 +153,7 @@ class Undo(list[Any]):
 
 
 def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replaced, undo: Undo) -> None:
-    acted, lowered, seen = policy is None, recipe is None, dict[Any, Any]()
+    acted, lowered = policy is None, recipe is None
     device = next((t.device for t in itertools.chain(model.parameters(), model.buffers())), torch.get_default_device())
     inside = set[int]()  # children that run in a chain with others
     for path, module in list(model.named_modules()):
@@ -143,12 +166,9 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
             acted |= _reconfigure(path, module, policy, recipe, done, undo)
             lowered |= isinstance(module, layers.Linear)
             continue
-        to, found = swapped(before), None
-        if to is None and "forward" not in vars(module):
-            found = recognised(module, seen)
-            to = joined(before, found.base, **found.names) if isinstance(found, Found) else None
+        to = swapped(before)
         if to is None:
-            _left(done, path, module, found)
+            _left(done, path, module)
             continue
         if "forward" in vars(module):
             done.left.append(Change(path, before.__name__, "a forward of its own is set on it"))
@@ -172,9 +192,10 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
         if policy is not None and isinstance(module, ChainModule):
             acted = _keep(module, policy)
         prepare(module)
+        given = f" ({type(recipe).__name__})" if recipe is not None and isinstance(module, layers.Linear) else ""
         inside |= _neighbours(module)
-        vars(module)["_swap"] = Swap(before, _made_of(to), tuple(sorted(vars(module).keys() - attributes)))
-        done.replaced.append(Change(path, before.__name__, _name(to) + _how(module, found, recipe)))
+        vars(module)["_swap"] = Swap(before, to, tuple(sorted(vars(module).keys() - attributes)))
+        done.replaced.append(Change(path, before.__name__, _name(to) + given))
     if not acted:
         fail("from_torch", "policy", "left out for a model without a known MLP (it only applies to MLPs)", describe(policy))
     require(lowered, "from_torch", "recipe", "None for a model without a known linear layer", describe(recipe))
@@ -221,23 +242,11 @@ def _keep(module: Any, policy: Any) -> bool:
     return True
 
 
-def _how(module: Any, found: Any, recipe: Any) -> str:
-    """The words of a report behind the new class: how it was recognised, and its recipe."""
-    said = ["by what it computes"] * bool(found) + [type(recipe).__name__] * (
-        recipe is not None and isinstance(module, layers.Linear)
-    )
-    return f" ({', '.join(said)})" if said else ""
-
-
 def _name(cls: type) -> str:
-    """The name of a class in a report: for a class that `joined` made, the op that it runs."""
+    """The name of a class in a report: for a class that `swapped` made, the op that it runs."""
     if cls not in ORIGINALS:
         return f"funcops.nn.{cls.__name__}"
     return f"funcops.{(chain if issubclass(cls, ChainModule) else cls.op).name}"  # type: ignore[attr-defined]
-
-
-def _made_of(cls: type) -> Any:
-    return vars(cls).get("_key", cls)
 
 
 def _loss_of(module: Any) -> Any:
@@ -287,13 +296,13 @@ def _refusal(module: Any, recipe: Any = None) -> str | None:
     return None
 
 
-def _left(done: Replaced, path: str, module: nn.Module, reason: Any) -> None:
-    """Report a layer that is left, if it holds its own parameters, has the parts of an MLP or is a subclass of a known layer."""
+def _left(done: Replaced, path: str, module: nn.Module) -> None:
+    """Report a layer that is left, if it holds its own parameters or is a subclass of a known layer."""
     known = next((cls for cls in TORCH if isinstance(module, cls)), None)
     if known is not None:
         done.left.append(Change(path, type(module).__name__, f"a subclass of {known.__name__}"))
-    elif reason or next(module.parameters(recurse=False), None) is not None:
-        done.left.append(Change(path, type(module).__name__, reason or "not known"))
+    elif next(module.parameters(recurse=False), None) is not None:
+        done.left.append(Change(path, type(module).__name__, "not known"))
 
 
 def to_torch(model: nn.Module) -> Replaced:
@@ -319,7 +328,7 @@ def to_torch(model: nn.Module) -> Replaced:
         swap: Any = vars(module).get("_swap")
         if swap is None:
             continue
-        if _made_of(type(module)) != swap.after:
+        if type(module) is not swap.after:
             done.left.append(Change(path, swap.before.__name__, f"its class is now {type(module).__name__}"))
             continue
         del vars(module)["_swap"]

@@ -23,7 +23,6 @@ from funcops.library.ops.activation import ActivationConfig, activation
 from funcops.library.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.library.ops.dropout import DropoutConfig, dropout
 from funcops.library.ops.glu import GLUConfig, glu
-from funcops.library.ops.layer_norm import LayerNormConfig, LayerNormParams, layer_norm
 from funcops.library.ops.linear import LinearConfig, LinearParams, linear
 from funcops.library.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
 from funcops.low_precision import with_recipe
@@ -77,17 +76,6 @@ class RMSNormOfX(RMSNorm):
         return x
 
 
-class LayerNorm(RMSNorm):
-    """A LayerNorm over the last dimension with a weight, and a bias or None."""
-
-    op, params_class, fields = layer_norm, LayerNormParams, ("weight", "bias")  # type: ignore[assignment]
-
-    def make_cfg(self) -> Any:
-        eps = getattr(self, self.values[0])
-        dim, bias = tuple(self.weight.shape), self.bias is not None
-        return LayerNormConfig(dim=dim, eps=eps, bias=bias, zero_centered_gamma=self.zero_centered)
-
-
 class GemmaRMSNorm(RMSNormOfX):
     """GemmaRMSNorm and similar norms, with `eps`, scaled by 1 + weight."""
 
@@ -102,11 +90,16 @@ class T5LayerNorm(RMSNorm):
         return weight if weight.itemsize == 2 else torch.promote_types(torch.promote_types(x, weight), torch.float32)
 
 
-class _KeepsY(OpModule):
-    """An activation. One whose backward reads y (a squared ReLU: the ReLU), not x, runs its own forward, as `funcops.nn.ReLU`
-    does."""
+class Activation(OpModule):
+    """The activations of transformers; most of them hold their function as `act`. One whose backward reads y (a squared ReLU: the
+    ReLU), not x, runs its own forward, as `funcops.nn.ReLU` does."""
 
-    op = activation
+    op, values = activation, ("act",)
+
+    def make_cfg(self) -> ActivationConfig:
+        kind = kind_of(self)
+        require(kind is not None, f"funcops.nn.{type(self).__name__}", "act", "the function of its class", "another function")
+        return ActivationConfig(kind=kind)
 
     @property
     def keeps_y(self) -> bool:
@@ -114,24 +107,6 @@ class _KeepsY(OpModule):
 
     def other_way(self) -> Any:
         return self.plain if self.keeps_y else None
-
-
-class Activation(_KeepsY):
-    """The activations of transformers; most of them hold their function as `act`."""
-
-    values = ("act",)
-
-    def make_cfg(self) -> ActivationConfig:
-        kind = kind_of(self)
-        require(kind is not None, f"funcops.nn.{type(self).__name__}", "act", "the function of its class", "another function")
-        return ActivationConfig(kind=kind)
-
-
-class ActivationOf(_KeepsY):
-    """An activation whose `kind` is an attribute of the class."""
-
-    values = ("kind",)
-    kind: str
 
 
 class Conv1D(OpModule):
@@ -159,8 +134,7 @@ class ChainModule(OpModule):
     hooked, sharded or given its own forward. `policy`: the policy of the chain.
 
     A subclass for a kind of MLP gives the names: `layers`, the linear layers (of `layer_kind`); `act_name`; `drop_name`, a Dropout
-    before the last layer; `last_name`, a Dropout after it, which is called as a module; `last_p`, the probability of one that is a
-    function.
+    before the last layer; `last_name`, a Dropout after it, which is called as a module.
     """
 
     policy: Any = None
@@ -169,7 +143,6 @@ class ChainModule(OpModule):
     act_name: str = "act_fn"
     drop_name: str = ""
     last_name: str = ""
-    last_p: str = ""
     acts: Any = ACTS
 
     @property
@@ -192,8 +165,6 @@ class ChainModule(OpModule):
         if found is None or not is_plain(x) or (found[1] and not isinstance(self._modules[self.drop_name], Dropout)):
             return self.plain(x)  # a Dropout of torch draws torch's mask
         y = self._chained(x, found)
-        if self.last_p:
-            return torch.nn.functional.dropout(y, getattr(self, self.last_p), self.training)
         return self._modules[self.last_name](y) if self.last_name else y
 
     def _chained(self, x: Tensor, found: list[Any]) -> Any:

@@ -60,31 +60,20 @@ MODELS: dict[str, type] = {
     "transformers.pytorch_utils.Conv1D": hf.Conv1D,
 }
 LOSSES = {"transformers.loss.loss_utils.ForCausalLMLoss": hf.causal_lm_loss}
-_made: dict[Any, type] = {}
+_made: dict[type, type] = {}
 
 
 def swapped(cls: type) -> type | None:
     """The new class for modules of `cls`: the one with torch's name, or a subclass of `cls` and of the class in its row; None if
     `cls` is not known."""
     found, to = TORCH.get(cls), known(cls, MODELS)
-    return joined(cls, to) if found is None and to is not None else found
-
-
-def joined(cls: type, to: type, /, **names: Any) -> type:
-    """The subclass of `to` and `cls` with these attributes, the same for the same arguments."""
-    key = cls, to, *sorted(names.items())
-    if key not in _made:
-        names = {name: staticmethod(value) if callable(value) else value for name, value in names.items()}
-        names |= {"__module__": __name__, "__qualname__": cls.__qualname__, "__doc__": to.__doc__}
-        if len(key) > 2:  # its name does not say what it is, so a pickle holds the arguments
-            names |= {"_key": key, "__reduce_ex__": lambda self, protocol: (_empty, key, self.__getstate__())}
-        _made[key] = type(cls.__name__, (to, cls), names)
-        ORIGINALS[_made[key]] = cls
-    return _made[key]
-
-
-def _empty(cls: type, to: type, *names: tuple[str, Any]) -> Any:
-    return object.__new__(joined(cls, to, **dict(names)))
+    if found is not None or to is None:
+        return found
+    if cls not in _made:
+        names = {"__module__": __name__, "__qualname__": cls.__qualname__, "__doc__": to.__doc__}
+        _made[cls] = type(cls.__name__, (to, cls), names)
+        ORIGINALS[_made[cls]] = cls
+    return _made[cls]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,8 @@
-"""`from_torch(model, example=...)`: a module whose calls run the forward and the backward of its joint graph."""
+"""Modules whose calls run the forward and the backward of their joint graph: what `from_torch` makes of a model.
+
+With an example the graph is traced in `from_torch`, and a call that cannot be traced warns. Without one it is traced at the first
+call, and a model of which a call cannot be traced hands the task down to its parts.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import contextlib
 import inspect
 import itertools
 import operator
+import threading
 import types
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,18 +23,23 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from funcops.adapters.autocast import any_autocast, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.autograd.requires_grad import taken_apart
+from funcops.adapters.flatten import indexed_paths
 from funcops.adapters.from_function.lent import lent
 from funcops.adapters.from_function.op_from_module import ModuleTraces
 from funcops.adapters.from_function.op_from_torch import TorchConfig
 from funcops.adapters.from_function.outside import PLAIN
 from funcops.adapters.nn.form import Form
+from funcops.adapters.nn.module import OpModule
 from funcops.adapters.nn.report import Change, Replaced
+from funcops.adapters.nn.sequential import Sequential
 from funcops.adapters.nn.unchanged import HOOKS, watched
 from funcops.engine.errors import describe, fail, join_path
 from funcops.engine.trees import WithExtras, leaf, static, tensors, tree
 
 TRACES = 32  # of one module: a trace takes about half a second a layer
 WHOLE, CFG = "_whole", TorchConfig()
+SEVERAL = nn.ModuleList, nn.Sequential  # which hold a model's blocks
+IN_A_TRACE = "which would run in a trace alone"
 # what a call reads beside the forward: the hooks of the module itself, and what replaces its forward
 BESIDE = frozenset(vars(nn.Module())) | {"forward", WHOLE, "_original_forward"}
 TENSORS, ARGUMENTS = {Tensor, nn.Parameter}, {type(None), bool, int, float, complex, str}
@@ -43,6 +53,8 @@ WRAPPERS = {
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _transforms, _jit_tracing = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
 _requires_grad = operator.attrgetter("requires_grad")
+_thread = threading.local()  # `traces`: whether it traces a model, of which its parts have no graphs of their own
+_ddp: Any = nn.parallel.DistributedDataParallel
 _forward_ad: Any = torch.autograd.forward_ad
 
 
@@ -70,15 +82,23 @@ class Inside(nn.Module):
 
 
 class WholeTraces(ModuleTraces):
-    """The traces of a module's own forward. x is (args, kwargs, kinds of devices with autocast, with dtypes)."""
+    """The traces of a module's own forward. x is (args, kwargs, kinds of devices with autocast, whether each tensor of these
+    requires grad)."""
 
     def __init__(self, whole: Whole) -> None:
         super().__init__(whole.module, None, BESIDE)
         self.inside, self.tries = Inside(whole), 0
+        self.seen: set[Any] | None = set() if whole.lazy else None  # layouts of x
         self.trained: Collection[bool] = ()  # whether the tensors of the result require grad, in the traced run
 
+    def fixed(self, params_shape: Any, x_shape: Any) -> frozenset[int]:
+        given = [i for i, _ in indexed_paths(x_shape, "")]
+        # a forward may ask whether x requires grad, and its result tells
+        untrained = [i for i, asks in zip(given, x_shape[3], strict=True) if not asks]
+        return super().fixed(params_shape, x_shape).union(untrained)
+
     def result(self, values: dict[str, Tensor], x: Any) -> Outcome:
-        args, kwargs, casts = x
+        args, kwargs, casts, _ = x
         with contextlib.ExitStack() as stack:
             left = stack.enter_context(lent(self.module, values))
             for kind, dtype, cached in casts:
@@ -97,6 +117,13 @@ class WholeTraces(ModuleTraces):
         raise error  # the caller names the arguments as the module takes them
 
     def _trace(self, *given: Any) -> Any:
+        if self.seen is not None:
+            *_, x_shape, leaves, count = given
+            layouts = repr(x_shape), *[(t.shape, t.dtype) for t in leaves[count:]]
+            if self.seen and layouts not in self.seen:  # lengths that change in each step would be traced for nothing
+                self.seen.add(layouts)
+                raise _Untraced("", False)
+            self.seen.add(layouts)
         if self.tries == TRACES:
             remedy = "pad inputs to few lengths, and pass numbers that change as tensors"
             raise _Untraced(
@@ -104,29 +131,33 @@ class WholeTraces(ModuleTraces):
             )
         self.tries += 1
         self.trained = ()
+        _thread.traces = True
         try:
             return super()._trace(*given)
         except Exception as error:
             raise _Untraced(str(error), True) from None
+        finally:
+            _thread.traces = False
 
 
 class Whole:
     """The forward of a module that runs on its joint graphs."""
 
-    __slots__ = ("bounds", "hooked", "module", "number", "op", "refused", "said", "traces")
+    __slots__ = ("bounds", "lazy", "module", "number", "op", "refused", "said", "traces", "untraced")
     _funcops_caches = (*__slots__, "__func__")  # what `ReadByModule` leaves out
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, lazy: bool = False) -> None:
         self.module = module  # which is still empty when a copy of it is made
+        self.lazy = lazy  # whether nobody asked for the graph of this very module
         self.traces: Any = None
         self.number: Any = None  # from `ReadByModule`; the next two hold for it
         self.bounds: dict[Any, Any] = {}
-        self.hooked = ""
+        self.untraced = ""  # why no call is traced, because of a part
         self.refused: set[Any] = set()  # the kinds of calls that were not traced
         self.said: set[str] = set()
 
     def __reduce__(self) -> Any:
-        return Whole, (self.module,)
+        return Whole, (self.module, self.lazy)
 
     __code__ = property(lambda self: type(self.module).forward.__code__)  # which torch.export reads
     __signature__ = property(lambda self: inspect.signature(types.MethodType(type(self.module).forward, self.module)))
@@ -161,6 +192,9 @@ class Whole:
             self.refused.add(self.kind((args, kwargs, self.casts())))
         if why and why not in self.said:
             self.said.add(why)
+            if self.lazy:
+                place(self.module.children())
+                return found
             name = type(self.module).__name__
             warnings.warn(f"{name}: this call, and others like it, run as before from_torch, as {why}", RuntimeWarning, 4)
         return found
@@ -171,13 +205,13 @@ class Whole:
             self.traces = WholeTraces(self)
             self.op = self.traces.op()
         number, params = self.traces.outside.values(), self.traces.outside.params
+        if self.lazy and _ddp._active_ddp_module is not None and any([isinstance(part, SEVERAL) for part in self.module.modules()]):
+            raise _Untraced("DistributedDataParallel reduces gradients as its parts give them", False)
         if number != self.number:
-            parts = [(path, vars(part)) for path, part in self.module.named_modules() if part is not self.module]
-            self.hooked = next((path for path, state in parts if any([state[name] for name in HOOKS])), "")
+            self.untraced = next(filter(None, itertools.starmap(_why_not, self.module.named_modules())), "")
             self.number, self.bounds = number, {}
-        if self.hooked or watched():
-            on = f"its part {self.hooked!r} has a hook" if self.hooked else "hooks are set on all modules"
-            raise _Untraced(f"{on}, which would run in a trace alone", False)
+        if self.untraced or watched():
+            raise _Untraced(self.untraced or f"hooks are set on all modules, {IN_A_TRACE}", False)
         for path, one in _parts("", (args, kwargs)):
             if not (type(one) in ARGUMENTS or (type(one) in TENSORS and one.layout is torch.strided)):
                 name, kind = path.partition(".")[2], type(one).__name__
@@ -185,7 +219,7 @@ class Whole:
         if not {*map(type, params.values())} <= TENSORS:
             name, kind = next((name, type(p).__name__) for name, p in params.items() if type(p) not in TENSORS)
             raise _Untraced(f"its parameter {name!r} is of class {kind}, not a plain tensor", False)
-        return params, (args, kwargs, self.casts())
+        return params, (args, kwargs, self.casts(), tuple(map(_requires_grad, tensors((args, kwargs)))))
 
     def casts(self) -> Any:
         """The kinds of devices with autocast, with its dtype and whether it caches casts."""
@@ -201,7 +235,8 @@ class Whole:
 
     def run(self, params: Any, x: Any) -> Any:
         with _without(x[2]):
-            bounds = self.bounds.setdefault(tuple([path for path, one in _parts("", x) if isinstance(one, Tensor)]), {})
+            given = tuple([path for path, one in _parts("", x) if isinstance(one, Tensor)])
+            bounds = self.bounds.setdefault((given, x[3]), {})
             y = run(self.op, params, x, CFG, None, bounds)
         main, new = (y.main, y.extras) if isinstance(y, WithExtras) else (y, {})
         with torch.no_grad():
@@ -221,6 +256,14 @@ class Whole:
         return "", False
 
 
+def _why_not(path: str, part: nn.Module) -> str:
+    """Why a module with this part runs as before; "" if it does not."""
+    if isinstance(part, nn.RNNBase):  # a graph has a node for each time step
+        return f"its part {path!r} is recurrent, and torch runs all its steps at once"
+    hooked = path and any([vars(part)[name] for name in HOOKS])  # the module's own hooks run around the graph
+    return f"its part {path!r} has a hook, {IN_A_TRACE}" if hooked else ""
+
+
 def _without(casts: Any) -> Any:
     """A block without autocast, whose casts are in a trace."""
     stack = contextlib.ExitStack()
@@ -231,9 +274,8 @@ def _without(casts: Any) -> Any:
 
 def _elsewhere() -> bool:
     """Whether a tracer or a transform runs the call."""
-    return (
-        get_proxy_mode() is not None or _transforms() is not None or _jit_tracing() is not None or _forward_ad._current_level >= 0
-    )
+    traced = getattr(_thread, "traces", False) or get_proxy_mode() is not None or _jit_tracing() is not None
+    return traced or _transforms() is not None or _forward_ad._current_level >= 0
 
 
 def _parts(path: str, one: Any) -> Iterator[tuple[str, Any]]:
@@ -248,13 +290,33 @@ def _parts(path: str, one: Any) -> Iterator[tuple[str, Any]]:
         yield path, one
 
 
+def place(modules: Iterable[nn.Module]) -> None:
+    """Let modules run on their joint graphs from their next calls on, and instead of lists and the like their parts."""
+    for module in modules:
+        cls, state = type(module), vars(module)
+        if cls.forward is nn.Module.forward:
+            place(module.children())
+        elif not (is_ours(module) or "forward" in state or _is_one_call(module)):
+            state[WHOLE] = state["forward"] = Whole(module, lazy=True)
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether a module runs on ops alone."""
+    return isinstance(module, OpModule) or (isinstance(module, Sequential) and all(map(is_ours, module)))
+
+
+def _is_one_call(module: nn.Module) -> bool:
+    """Whether a module calls one operator of torch, of whose graph nothing can be left out."""
+    return type(module).__module__.startswith("torch.nn.") and not module._modules
+
+
 def whole(model: nn.Module, example: Any) -> Replaced:
     """See `from_torch`."""
     found = next((WRAPPERS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in WRAPPERS), None)
     if found is not None:
         fail("from_torch", "model", f"{found}, with example", type(model).__name__)
     state, name, now = vars(model), type(model).__name__, _forward_of(model)
-    own = state.get(WHOLE) or Whole(model)
+    own = Whole(model) if WHOLE not in state or state[WHOLE].lazy else state[WHOLE]
     if now is not None and WHOLE not in state:
         remedy = "call from_torch before accelerate's prepare, or what else set it"
         fail("from_torch", "model", f"a module without a forward of its own, with example ({remedy})", name)
@@ -265,7 +327,7 @@ def whole(model: nn.Module, example: Any) -> Replaced:
         fail("from_torch", "model", wanted, why)
     if why:
         fail("from_torch", "example", f"arguments with which {name} runs", f"{describe(example)}: {why}")
-    if now is not None:
+    if now is not None and not state[WHOLE].lazy:
         return Replaced([], [], [Change("", name, "on its joint graph")])
     state[WHOLE] = state["forward"] = own
     return Replaced([Change("", name, "its joint graph")], [], [])
