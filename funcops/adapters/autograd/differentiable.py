@@ -31,6 +31,7 @@ from funcops.adapters.flatten import flatten, unflatten
 from funcops.engine.backend import select
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op, raw_of, refuse_autocast
+from funcops.engine.contract.schema import Donated
 from funcops.engine.contract.signatures import C, HasFwd, P, R, Run, X, Y
 from funcops.engine.errors import fail, require_type
 from funcops.engine.trees import structure, tensors
@@ -41,18 +42,19 @@ _ddp: Any = DistributedDataParallel
 class Bound:
     """An op with its config and needs, and the functions generated for it, which read its residuals and gradients."""
 
-    __slots__ = ("bwd", "cfg", "choice", "empty", "fill", "fwd", "kind", "needs", "op", "reads", "slots", "write", "y_shape")
+    __slots__ = ("bwd", "cfg", "choice", "empty", "fill", "frees", "fwd", "kind", "needs", "op", "reads", "slots", "write", "y_shape")
     fill: Any  # from `slots`
     empty: Any
     fwd: Any  # the op's; after it has checked params of this kind, the function behind its checks
     bwd: Any  # the function behind the op's checks, if that is one function: its residuals come from our own forward
     kind: Any
+    frees: bool  # whether memory falls within its backward: the op may be a whole model, which is one node
 
     def __init__(self, op: Op, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any) -> None:
         self.op, self.cfg, self.needs = op, cfg, needs
         self.write = gradient_writer(params_shape, x_shape, bool(needs.x))
         self.choice = None if select.choice() == select.DEFAULT else select.choice()
-        self.fwd, self.kind, self.bwd = op.fwd, None, op.bwd
+        self.fwd, self.kind, self.bwd, self.frees = op.fwd, None, op.bwd, getattr(op.fwd, "any_tree", False)
         self.slots: Any = None  # made from the first residuals; False if they do not fit
         self.y_shape: Any = None  # None for a tensor
         self.reads: Any = None  # the `Reads` of the first call
@@ -110,9 +112,10 @@ class _Node(Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
-        choice = ctx.call[0].choice
+        bound = ctx.call[0]
+        choice = bound.choice
         if choice is None and not any_autocast() and not _grad_enabled():
-            return _backward(ctx, ctx.saved_tensors, *dys)
+            return _backward(ctx, list(ctx.saved_tensors) if bound.frees else ctx.saved_tensors, *dys)
         with contextlib.ExitStack() as stack:
             if choice is not None:  # autograd's threads for devices have their own contexts
                 stack.enter_context(select.chosen(choice))
@@ -136,10 +139,15 @@ def _backward(ctx: Any, saved: Any, *dys: Any) -> Any:
         bound.fill(residuals, saved)
     else:
         residuals = unflatten(residuals, saved)
+    given = type(saved) is list and not _graph_is_kept()
+    if given:
+        saved.clear()  # the caller holds the list
+        ctx.maybe_clear_saved_tensors()
+        residuals = Donated(residuals)
     del saved
     try:
         if store is None:
-            dparams, dx = (bound.bwd if slotted and dy is not None else op.bwd)(residuals, dy, bound.cfg)
+            dparams, dx = (bound.bwd if slotted and dy is not None and not given else op.bwd)(residuals, dy, bound.cfg)
         else:
             dx, pending = op.dgrad(residuals, dy, bound.cfg)
             dparams = delayed.put(store, op, bound.cfg, pending, params, getattr(ctx, "synced", False))
@@ -147,7 +155,7 @@ def _backward(ctx: Any, saved: Any, *dys: Any) -> Any:
         transforms.refuse_batches(op, dys, error)
         raise
     finally:
-        if slotted:
+        if slotted and not given:
             bound.empty(residuals)
     return bound.write(dparams, dx)
 
@@ -177,6 +185,7 @@ def _once(ctx: Any, *dys: Any) -> Any:
 _apply = super(Function, _Node).apply  # skips Function.apply's search for functorch's wrappers, which `run` has refused
 
 
+_graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 _forward_ad: Any = torch.autograd.forward_ad
 _transforms = torch._C._functorch.maybe_current_level
 _jit_tracing = torch._C._get_tracing_state
