@@ -42,7 +42,22 @@ _ddp: Any = DistributedDataParallel
 class Bound:
     """An op with its config and needs, and the functions generated for it, which read its residuals and gradients."""
 
-    __slots__ = ("bwd", "cfg", "choice", "empty", "fill", "frees", "fwd", "kind", "needs", "op", "reads", "slots", "write", "y_shape")
+    __slots__ = (
+        "bwd",
+        "cfg",
+        "choice",
+        "empty",
+        "fill",
+        "frees",
+        "fwd",
+        "kind",
+        "needs",
+        "op",
+        "reads",
+        "slots",
+        "write",
+        "y_shape",
+    )
     fill: Any  # from `slots`
     empty: Any
     fwd: Any  # the op's; after it has checked params of this kind, the function behind its checks

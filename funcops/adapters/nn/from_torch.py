@@ -131,7 +131,7 @@ def _trace(model: nn.Module, done: Replaced, undo: Undo) -> None:
         undo.note(model)
         place([model])
         if WHOLE in vars(model):
-            done.left[:] = [change for change in done.left if change.path]
+            done.left[:] = [change for change in done.left if change[::2] != ("", "not known")]
             done.replaced.append(Change("", name, "its joint graph"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,20 +32,25 @@ def kept_bytes(module: nn.Module, *args: Any, **kwargs: Any) -> int:
     """
     if not isinstance(module, nn.Module):
         fail("kept_bytes", "module", "a torch.nn.Module", describe(module), TypeError)
-    own = [*module.parameters(), *module.buffers(), *tensors((args, kwargs))]
+    return bytes_of_call(module, lambda: module(*args, **kwargs), tensors((args, kwargs)))
+
+
+def bytes_of_call(module: nn.Module, call: Callable[[], Any], held: Sequence[Tensor]) -> int:
+    """`kept_bytes` of a call of a module, beside these tensors."""
+    own = [*module.parameters(), *module.buffers(), *held]
     there = {_storage(t) for t in own}
     kept: dict[int, int] = {}
-    held: list[Tensor] = []  # so that no storage's address is used twice
+    seen: list[Tensor] = []  # so that no storage's address is used twice
 
     def pack(t: Tensor) -> Tensor:
-        held.append(t)
+        seen.append(t)
         if _storage(t) not in there:
             kept[_storage(t)] = t.untyped_storage().nbytes()
         return t
 
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with fork_rng({t.device.index for t in own if t.is_cuda}), saved_tensors_hooks(pack, lambda t: t):
-        y = module(*args, **kwargs)
+        y = call()
     del y
     with torch.no_grad():
         for buffer, value in buffers:

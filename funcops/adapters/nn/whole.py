@@ -7,6 +7,7 @@ call, and a model of which a call cannot be traced hands the task down to its pa
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import operator
@@ -23,12 +24,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from funcops.adapters.autocast import any_autocast, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.autograd.requires_grad import taken_apart
-from funcops.adapters.flatten import indexed_paths
+from funcops.adapters.flatten import indexed_paths, unflatten
 from funcops.adapters.from_function.lent import lent
 from funcops.adapters.from_function.op_from_module import ModuleTraces
-from funcops.adapters.from_function.op_from_torch import TorchConfig
+from funcops.adapters.from_function.op_from_torch import TorchConfig, Traced
 from funcops.adapters.from_function.outside import PLAIN
 from funcops.adapters.nn.form import Form
+from funcops.adapters.nn.kept import bytes_of_call
 from funcops.adapters.nn.module import OpModule
 from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
@@ -39,6 +41,7 @@ from funcops.engine.trees import WithExtras, leaf, static, tensors, tree
 TRACES = 32  # of one module: a trace takes about half a second a layer
 WHOLE, CFG = "_whole", TorchConfig()
 SEVERAL = nn.ModuleList, nn.Sequential  # which hold a model's blocks
+NO_FEWER = "its graph keeps no fewer bytes"
 IN_A_TRACE = "which would run in a trace alone"
 # what a call reads beside the forward: the hooks of the module itself, and what replaces its forward
 BESIDE = frozenset(vars(nn.Module())) | {"forward", WHOLE, "_original_forward"}
@@ -99,10 +102,7 @@ class WholeTraces(ModuleTraces):
 
     def result(self, values: dict[str, Tensor], x: Any) -> Outcome:
         args, kwargs, casts, _ = x
-        with contextlib.ExitStack() as stack:
-            left = stack.enter_context(lent(self.module, values))
-            for kind, dtype, cached in casts:
-                stack.enter_context(torch.autocast(kind, getattr(torch, dtype), cache_enabled=cached))
+        with lent(self.module, values) as left, _cast(casts):
             found = self.inside(*args, **kwargs)
         values.update(left)
         held = [one for part in self.module.modules() for one in vars(part).values()]
@@ -133,11 +133,25 @@ class WholeTraces(ModuleTraces):
         self.trained = ()
         _thread.traces = True
         try:
-            return super()._trace(*given)
+            found = super()._trace(*given)
+            if self.seen is not None and not self._saves(found, *given[2:4]):
+                raise ValueError(NO_FEWER)
+            return found
         except Exception as error:
             raise _Untraced(str(error), True) from None
         finally:
             _thread.traces = False
+
+    def _saves(self, found: Traced, x_shape: Any, leaves: list[Tensor]) -> bool:
+        """Whether a graph keeps fewer bytes than autograd does without it. Between modules nobody else holds x."""
+        args, kwargs, casts, _ = unflatten(x_shape, leaves)
+        held = {id(t) for t in leaves if t.is_leaf}
+        given = {name: leaves[i] for name, i in found.graphs.leaves.items()}
+        kept = {name: like for name, like in found.graphs.kept.items() if id(given.get(name)) not in held}
+        ours = sum(like.dtype.itemsize * like.extent() for name, like in kept.items() if name not in found.graphs.captured)
+        with _cast(casts), torch.enable_grad():
+            call = functools.partial(self.inside, *args, **kwargs)
+            return ours < bytes_of_call(self.module, call, [t for t in leaves if id(t) in held])
 
 
 class Whole:
@@ -193,7 +207,8 @@ class Whole:
         if why and why not in self.said:
             self.said.add(why)
             if self.lazy:
-                place(self.module.children())
+                if why != NO_FEWER:
+                    place(self.module.children())
                 return found
             name = type(self.module).__name__
             warnings.warn(f"{name}: this call, and others like it, run as before from_torch, as {why}", RuntimeWarning, 4)
@@ -262,6 +277,14 @@ def _why_not(path: str, part: nn.Module) -> str:
         return f"its part {path!r} is recurrent, and torch runs all its steps at once"
     hooked = path and any([vars(part)[name] for name in HOOKS])  # the module's own hooks run around the graph
     return f"its part {path!r} has a hook, {IN_A_TRACE}" if hooked else ""
+
+
+def _cast(casts: Any) -> Any:
+    """A block with autocast."""
+    stack = contextlib.ExitStack()
+    for kind, dtype, cached in casts:
+        stack.enter_context(torch.autocast(kind, getattr(torch, dtype), cache_enabled=cached))
+    return stack
 
 
 def _without(casts: Any) -> Any:
