@@ -68,7 +68,7 @@ def turned(on, *modules):
 
 
 CASES = list(itertools.product(FORMS, COMPUTED, (False, True)))
-TURNS = 13  # prime to the numbers of the parts of a case, so that each turn has some of all; over the reads they cover all
+TURNS = 31  # prime to the numbers of the parts of a case, so that each turn has some of all; over the reads they cover all
 
 
 @pytest.mark.turns("read", every=4)
