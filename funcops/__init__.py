@@ -89,7 +89,6 @@ try:
     from funcops.engine.residuals import Policy as Policy
     from funcops.engine.residuals import Recompute as Recompute
     from funcops.engine.residuals import Save as Save
-    from funcops.engine.residuals import diff as diff
     from funcops.engine.residuals import donate as donate
     from funcops.engine.residuals import pack as pack
     from funcops.engine.residuals import report as report
@@ -161,6 +160,7 @@ if _TYPE_CHECKING:  # extensions, which are imported at their first use
     from funcops.adapters.profiler import Profile as Profile
     from funcops.adapters.profiler import profile as profile
     from funcops.low_precision.report import quantization_report as quantization_report
+    from funcops.memory.compare import diff as diff
     from funcops.memory.fit import Fitted as Fitted
     from funcops.memory.fit import fit as fit
     from funcops.memory.policy import with_policy as with_policy
@@ -189,6 +189,7 @@ _LATER = {  # names of extensions, and where they are
     "Profile": "adapters.profiler",
     "TorchConfig": "adapters.from_function",
     "delayed_wgrad": "adapters.autograd.delayed",
+    "diff": "memory.compare",
     "differentiable": "adapters.autograd",
     "fit": "memory.fit",
     "op_from_module": "adapters.from_function",

@@ -13,7 +13,7 @@ from funcops.engine.contract.op import Op
 from funcops.engine.contract.schema import Field, Saved
 from funcops.engine.contract.walk import Part, nested, steps
 from funcops.engine.errors import join_path
-from funcops.engine.program.lower import Call, Lowered, Value, lower
+from funcops.engine.program.lower import Call, Lowered, lower
 from funcops.engine.residuals.policy import Action, Drop
 from funcops.memory.packing import packed
 from funcops.memory.remat import is_remat
@@ -72,6 +72,38 @@ def leaves_of(op: Op, cfg: Any) -> Iterator[LeafPart]:
             roots[part.path] = part
 
 
+def within(op: Op, cfg: Any, path: str = "") -> Iterator[Part]:
+    """The parts that a policy reaches, the whole first."""
+    return (part for part, _ in nested(cfg, op=op, path=path, stop=lambda part: not has_parts(part.op, part.cfg)))
+
+
+class Kept(NamedTuple):
+    """The path of a step, or of a field that it keeps. `waits`: the field is only in its pending."""
+
+    path: str
+    field: Field | None = None
+    waits: bool = False
+
+
+def kept_paths(op: Op, cfg: Any, path: str = "") -> Iterator[Kept]:
+    """The paths of the steps and of the fields that they keep; a repeat's layers are `*`."""
+    for here, own, inner, _ in within(op, cfg, path):
+        if here:
+            yield Kept(here)
+        if not has_parts(own, inner):
+            yield from (Kept(join_path(here, name), field) for name, field in own.fields(inner).items())
+            yield from (Kept(join_path(here, name), field, True) for name, field in waiting_fields(own, inner).items())
+            if own.named is not None:
+                of = own.fields(inner)
+                yield from (Kept(join_path(here, name), of[name.partition(".")[0]]) for name in own.named.known(inner))
+
+
+def waiting_fields(op: Op, cfg: Any) -> dict[str, Field]:
+    """The fields of an op's pending that its residuals lack."""
+    kept = op.fields(cfg)
+    return {name: field for name, field in getattr(op.pending, "fields", {}).items() if name not in kept}
+
+
 class Holder(NamedTuple):
     """A field and its action. `value`: the value of a program that it holds, or None for a tensor of its own. `given`: whether it
     holds an input of the whole op."""
@@ -114,12 +146,12 @@ def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
         out: call.main for call in leaf.program.calls if call.op.view for out in (call.out, *call.gives)
     }
     x = (leaf.call.main, *leaf.call.takes) if leaf.call.takes else leaf.call.main
-    parts: tuple[Value, ...] | None = x if isinstance(x, tuple) else None
+    parts: tuple[Any, ...] | None = x if isinstance(x, tuple) else None
     alone = parts is None and any(field.alias == "x" for field in leaf.op.fields(leaf.cfg).values())  # a tensor, without parts
     for name, field in fields.items():
         part = (field.alias or "").partition(".")[2] if field.of_x else ""
         if is_remat(leaf.op):
-            held: tuple[Value, ...] = (x,) if parts is None else parts
+            held: tuple[Any, ...] = (x,) if parts is None else parts
         elif part and (alone or (parts is not None and int(part) >= len(parts))):  # an element that x lacks under this config
             held = ()
         elif field.of_x:
@@ -161,7 +193,7 @@ def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]
 
 
 def kept_fields(residuals: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of residuals or pending and their values, by path, with a repeat's layers written `*`."""
+    """The fields of residuals or pending and their values, by path."""
     if isinstance(residuals, Saved):
         for name in residuals.fields:
             here, value = join_path(path, name), getattr(residuals, name)
@@ -169,4 +201,4 @@ def kept_fields(residuals: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from ((join_path(here, inner), one) for inner, one in value.items()) if type(value) is dict else ()
     elif residuals is not None:
         for name, part in residuals.items():
-            yield from kept_fields(part, join_path(path, "*" if isinstance(name, int) else name))
+            yield from kept_fields(part, join_path(path, name))

@@ -7,7 +7,7 @@ import difflib
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +18,27 @@ from funcops.engine.compose.joints import joint_of
 from funcops.engine.contract.configs import OpConfig, require_config
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op, wrap
-from funcops.engine.contract.schema import Field, Saved
+from funcops.engine.contract.schema import Saved
 from funcops.engine.contract.trace_safe_cache import reading, remember
-from funcops.engine.contract.walk import Inside, Part, nested, rewrite
-from funcops.engine.errors import describe, fail, join_path, require, require_type
+from funcops.engine.contract.walk import Inside, Part, rewrite
+from funcops.engine.errors import describe, fail, few, join_path, require, require_type
 from funcops.engine.program import compiled_programs
 from funcops.engine.program.lower import lower
 from funcops.engine.residuals.forms import Packed, one_form_each
-from funcops.engine.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save, means
+from funcops.engine.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save
+from funcops.memory.layers import any_layer, laid_out
 from funcops.memory.packing import packed
-from funcops.memory.parts import has_parts, keeps_inside, kept_fields, two_forms, what_is_kept
+from funcops.memory.parts import (
+    Kept,
+    has_parts,
+    keeps_inside,
+    kept_fields,
+    kept_paths,
+    two_forms,
+    waiting_fields,
+    what_is_kept,
+    within,
+)
 from funcops.memory.remat import remat
 
 
@@ -96,6 +107,9 @@ def _with_policy(op: Op, policy: Policy) -> Op:
             found = remember(memo, cfg, (*resolved(op, cfg, policy), _Unseen.of(op, cfg, policy)))
         return found
 
+    def resolved_for(cfg: Any) -> tuple[Op, Any]:
+        return inner_of(cfg)[:2]
+
     number = next(_numbers)
     _traced[number] = inner_of
 
@@ -122,7 +136,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         inner, inner_cfg, unseen = inner_of(cfg)
         dx, pending = inner.dgrad(residuals, dy, inner_cfg)
         if unseen.waits and not tracing():
-            fields = [(path, value) for path, value in kept_fields(pending) if path in unseen.paths]
+            fields = [(path, value) for path, value in kept_fields(pending) if any_layer(path) in unseen.paths]
             unseen.waits[:] = [rule for rule in unseen.waits if not _makes_smaller(policy, rule, fields, True)]
         return dx, pending
 
@@ -134,20 +148,22 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         inner, inner_cfg, _ = inner_of(cfg)
         return inner.products(pending, inner_cfg, into=into)
 
+    fwd.resolved_for = resolved_for  # type: ignore[attr-defined]  # for `explain`
     functions = dict(init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, products=products)
     return wrap(op, (with_policy, (op, policy)), recomputable="", keeps=Saved, **functions)
 
 
 def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
     """The op and config that follow the policy. Raises `ValueError` for a rule that cannot be applied."""
+    cfg = laid_out(op, cfg, policy)
     if policy.optional:
         left: frozenset[str] = frozenset()  # the fields to which no rule applies
         while torn := list(two_forms(*(found := _applied(op, cfg, policy, left)))):
             left |= {field for _, forms in torn for field in forms}
         return found
     known = {kept.path: kept for kept in kept_paths(op, cfg)}
-    for pattern, _ in policy.rules:
-        if not any(means(pattern, kept.path, kept.waits) for kept in known.values()):  # a compiler cannot trace difflib
+    for i, (pattern, _) in enumerate(policy.rules):
+        if not any([policy.applies(i, kept.path, kept.waits) for kept in known.values()]):  # a compiler cannot trace difflib
             near = ", ".join(difflib.get_close_matches(pattern, known, 4, 0.0))
             got = f"{pattern!r}, nearest {near} ({len(known)} in all: report(residuals) lists them)"
             fail("with_policy", "rules", "globs over the paths of cfg", got)
@@ -173,8 +189,9 @@ class _Unseen(NamedTuple):
     @staticmethod
     def of(op: Op, cfg: Any, policy: Policy) -> _Unseen:
         rules = [] if policy.optional else [i for i, (_, action) in enumerate(policy.rules) if isinstance(action, Compress)]
-        paths = frozenset([kept.path for kept in kept_paths(op, cfg) if kept.waits]) if rules else frozenset()
-        waits = [i for i in rules if any(means(policy.rules[i][0], path, True) for path in paths)]
+        # every layer has the same fields, whatever the rules of each
+        paths = frozenset([any_layer(kept.path) for kept in kept_paths(op, cfg) if kept.waits]) if rules else frozenset()
+        waits = [i for i in rules if any(policy.applies(i, path, True) for path in paths)]
         return _Unseen([i for i in rules if i not in waits], waits, paths)
 
 
@@ -191,33 +208,29 @@ def _makes_smaller(policy: Policy, rule: int, fields: Iterable[tuple[str, Any]],
 
 def _applied(op: Op, cfg: Any, policy: Policy, left: frozenset[str] = frozenset()) -> tuple[Op, Any]:
     offload = None if policy.blocks == "residuals" else policy.blocks == "offloaded"
-    if offload is not None and not any(part.cfg.times for part in _within(op, cfg) if has_parts(part.op, part.cfg)):
+    if offload is not None and not any(part.cfg.times for part in within(op, cfg) if has_parts(part.op, part.cfg)):
         return remat(op, offload), cfg
     return rewrite(cfg, _Rules(policy, offload, left), op=op)
 
 
-def _within(op: Op, cfg: Any, path: str = "") -> Iterator[Part]:
-    """The parts that a policy reaches, the whole first."""
-    return (part for part, _ in nested(cfg, op=op, path=path, stop=lambda part: not has_parts(part.op, part.cfg)))
-
-
 def _same_without(op: Op, cfg: Any, policy: Policy, rule: int, found: tuple[Op, Any]) -> bool:
+    less = dataclasses.replace(policy, rules=policy.rules[:rule] + policy.rules[rule + 1 :])
     try:
-        return what_is_kept(*_applied(op, cfg, policy.without(rule))) == what_is_kept(*found)
+        return what_is_kept(*_applied(op, cfg, less)) == what_is_kept(*found)
     except ValueError:  # the other rules need it
         return False
 
 
 def _why_nothing_changes(known: dict[str, Kept], policy: Policy, rule: int) -> str:
     pattern, action = policy.rules[rule]
-    matched = [kept for kept in known.values() if means(pattern, kept.path, kept.waits)]
+    matched = [kept for kept in known.values() if policy.applies(rule, kept.path, kept.waits)]
     decided = [kept.path for kept in matched if policy.rule_for(kept.path, kept.waits) == rule]
     fields = [path for path in decided if known[path].field is not None]
     if not decided:
         return "later rules decide for all paths that it matches"
-    if not fields and not isinstance(action, Recompute):
+    if not fields and isinstance(action, Compress | Drop):
         below = [path for path, kept in known.items() if path.startswith(f"{decided[0]}.") and kept.field is not None]
-        return f"a step itself takes only Recompute; the fields of {decided[0]} are {', '.join(below) or '(no fields)'}"
+        return f"a step itself takes only Save, Recompute and Offload; the fields of {decided[0]} are {few(below) or '(no fields)'}"
     if fields and all(field.of_params for path in fields if (field := known[path].field) is not None):
         return f"{', '.join(fields)} is a parameter, which takes no extra memory"
     return f"what is kept of {', '.join(decided)} is the same without it"
@@ -274,7 +287,7 @@ def _leaf(op: Op, cfg: Any, path: str, policy: Policy, rerun: bool, left_out: fr
         return remat(op)
     if op.named is not None and policy.rules:
         op = op.named.under(path, policy)
-    waits = {name: policy.action(join_path(path, name), True) for name in _waiting(op, cfg)}
+    waits = {name: policy.action(join_path(path, name), True) for name in waiting_fields(op, cfg)}
     for name in [name for name, action in waits.items() if isinstance(action, Recompute)]:
         fail("with_policy", "rules", f"without Recompute for {join_path(path, name)}, an input of the backward", "one")
     actions, late = (
@@ -315,33 +328,6 @@ def _kept_by_rule(policy: Policy, actions: list[Action | None]) -> bool:
     return any(isinstance(action, wanted) for action in actions) or (
         not policy.optional and all(isinstance(action, Drop) for action in actions)
     )
-
-
-class Kept(NamedTuple):
-    """The path of a step, or of a field that it keeps. `waits`: the field is only in its pending."""
-
-    path: str
-    field: Field | None = None
-    waits: bool = False
-
-
-def kept_paths(op: Op, cfg: Any, path: str = "") -> Iterator[Kept]:
-    """The paths of the steps and of the fields that they keep; a repeat's layers are `*`."""
-    for here, own, inner, _ in _within(op, cfg, path):
-        if here:
-            yield Kept(here)
-        if not has_parts(own, inner):
-            yield from (Kept(join_path(here, name), field) for name, field in own.fields(inner).items())
-            yield from (Kept(join_path(here, name), field, True) for name, field in _waiting(own, inner).items())
-            if own.named is not None:
-                of = own.fields(inner)
-                yield from (Kept(join_path(here, name), of[name.partition(".")[0]]) for name in own.named.known(inner))
-
-
-def _waiting(op: Op, cfg: Any) -> dict[str, Field]:
-    """The fields of an op's pending that its residuals lack."""
-    kept = op.fields(cfg)
-    return {name: field for name, field in getattr(op.pending, "fields", {}).items() if name not in kept}
 
 
 def _inputs(step: Any) -> list[str]:

@@ -257,7 +257,7 @@ def test_residuals_have_the_names_of_their_layers():
     for i in range(3):
         assert {name for name in names if f"layers.{i}.up" in name}, names
         assert residuals.kept[f"captured.layers.{i}.gain"] is module.layers[i].gain
-    assert "layers.0..2" in str(report(residuals, params, x))
+    assert "layers.0-2" in str(report(residuals, params, x))
     assert len(tensors(residuals.kept)) == len({id(t) for t in tensors(residuals.kept)})
 
 

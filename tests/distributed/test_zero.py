@@ -251,7 +251,7 @@ def test_halves_a_policy_and_another_dtype_give_the_same_gradients():
         assert all(path.endswith("norm.weight") for path in read), "a wgrad reads no weight but what its x is computed again of"
         waiting.keep("blocks, head", pending)
         assert_same(chain.wgrad(waiting.take("blocks, head"), cfg), want)
-        for policy in ("minimal", Policy({"blocks": Recompute()})) if not options else ():
+        for policy in ("minimal", Policy({"blocks": Recompute()}), Policy({"blocks.1": Recompute()})) if not options else ():
             frugal = with_policy(chain, policy)
             _, kept = frugal.fwd(shards, x, cfg)
             found, other = frugal.bwd(donate(kept), dy, cfg)

@@ -43,7 +43,7 @@ def test_residual_microscope(tmp_path):
     share = {name: float(row[3].rstrip("%")) for name, row in rows.items()}
     assert share["save_all"] == 100 > share["recompute_norms"] > share["recompute_elementwise"] > share["minimal"]
     assert all(rows[name][-1] == "bits" for name in list(rows)[:5]) and float(rows["compress_fp8"][-1]) > 1e-3
-    assert "blocks.0..1.mlp.act.x (x 2)" in said
+    assert "blocks.0-1.mlp.act.x (x 2)" in said
     check_picture(tmp_path / "plot.png")
 
 

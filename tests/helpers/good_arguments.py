@@ -145,7 +145,8 @@ OWN = {  # by "module.name", or "name" of funcops itself
     ),
     "plan": Row(lambda: {"cfg": CHAIN, "needs": Needs.ALL, "device_type": "cuda", "dtype": torch.bfloat16}, accepts=NO_PATH),
     "explain": Row(
-        lambda: {"cfg": CHAIN, "needs": Needs.ALL, "device_type": "cuda", "dtype": torch.bfloat16, "rows": True}, accepts=NO_PATH
+        lambda: {"cfg": CHAIN, "needs": Needs.ALL, "device_type": "cuda", "dtype": torch.bfloat16, "rows": True, "op": chain},
+        accepts=NO_PATH,
     ),
     "fused.pack_qkv": Row(
         lambda: {"params": chain.init(BLOCK, key=random.key(0)), "cfg": BLOCK},

@@ -15,8 +15,11 @@ from funcops import (
     DropoutConfig,
     LinearConfig,
     Needs,
+    Policy,
+    Recompute,
     RepeatConfig,
     RopeConfig,
+    Save,
     SkipConfig,
     Step,
     WithExtras,
@@ -87,7 +90,7 @@ def same(one, other):
 def joined(cfg, needs=Needs.ALL):
     params = repeat.init(cfg, key=random.key(0))
     layers = params if isinstance(params, tuple) else [{}] * cfg.times
-    return forwards(cfg.op, cfg.cfg, needs_of_layers(cfg, needs), layers, torch.ones(1, T, D)) is not None
+    return forwards(cfg.of_layer, needs_of_layers(cfg, needs), layers, torch.ones(1, T, D)) is not None
 
 
 NEEDS = {
@@ -126,6 +129,19 @@ def test_fused_layers_have_the_bits_and_residuals_of_layers_apart(needs, apart):
         assert report(found[1]).kept_bytes == report(wanted[1]).kept_bytes
     exact = step(cfg, needs, dtype=torch.float64)
     assert_close([found[0], found[2:]], [exact[0], exact[2:]], dtype=torch.float32)
+
+
+def test_layers_that_keep_different_tensors_are_joined(apart):
+    """Layers with rules of their own pass on the addends of their sums as equal layers do, unless one runs again."""
+    body = RepeatConfig(skip, MLP, times=4)
+    policies = [Policy({"1": Save(), "2.up.x": Save()}), Policy({"1": Recompute()})]
+    for policy, alike in zip(policies, (True, False), strict=True):
+        op = with_policy(repeat, policy)
+        cfg = op.fwd.resolved_for(body)[1]
+        with backend("triton"):
+            assert joined(cfg) is alike and len(cfg.bodies) == 3 - (not alike)
+            found, wanted = step(body, Needs.ALL, op=op), apart(step, body, Needs.ALL, op)
+        same([found[0], found[1], found[2:]], [wanted[0], wanted[1], wanted[2:]])
 
 
 @pytest.mark.slow
@@ -198,7 +214,7 @@ def test_a_layer_empties_the_addends_that_it_is_given():
     cfg = RepeatConfig(chain, LLAMA, times=3)
     layers, x = repeat.init(cfg, key=random.key(0)), torch.ones(1, T, D)
     with backend("triton"):
-        first, between, last = forwards(chain, LLAMA, needs_of_layers(cfg, Needs.ALL), layers, x)
+        first, between, last = forwards(cfg.of_layer, needs_of_layers(cfg, Needs.ALL), layers, x)
         extras = like_x(LLAMA, x).extras
         addends, _ = first(layers[0], x, extras)
         assert type(addends) is list and len(addends) == 2

@@ -13,6 +13,7 @@ from funcops import (
     RMSNormConfig,
     Step,
     chain,
+    diff,
     explain,
     fit,
     linear,
@@ -23,7 +24,7 @@ from funcops import (
 )
 from funcops.adapters.graphs import graphed
 from funcops.engine.errors import size_of, sized
-from funcops.engine.residuals import Ledger, diff
+from funcops.engine.residuals import Ledger
 
 
 def chain_of(steps):

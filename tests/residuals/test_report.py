@@ -98,8 +98,8 @@ SAME = st.tuples(
 
 def expanded(text):
     """The paths that a path with ranges stands for."""
-    parts = [[str(i) for i in range(int(a), int(b) + 1)] for a, b in re.findall(r"(\d+)\.\.(\d+)", text)]
-    form = re.sub(r"\d+\.\.\d+", "{}", text)
+    parts = [[str(i) for i in range(int(a), int(b) + 1)] for a, b in re.findall(r"(\d+)-(\d+)", text)]
+    form = re.sub(r"\d+-\d+", "{}", text)
     return [form.format(*numbers) for numbers in itertools.product(*parts)]
 
 
@@ -128,7 +128,7 @@ def test_a_report_of_many_layers_is_one_screen():
     kept = repeat.fwd(params, x, cfg)[1]
     short, whole = report(kept, params, x), report(kept, params, x, expand=True)
     assert short.rows == whole.rows and str(whole).count("\n") == len(whole.rows) + 1 and str(short).count("\n") < 20
-    assert "0..63.norm.rstd (x 64)" in str(short) and "0..63.norm.rstd (x 64)" in short._repr_html_()
+    assert "0-63.norm.rstd (x 64)" in str(short) and "0-63.norm.rstd (x 64)" in short._repr_html_()
     assert str(short).splitlines()[-1] == str(whole).splitlines()[-1]
 
 

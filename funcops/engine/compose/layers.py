@@ -32,7 +32,7 @@ def in_turn(
     """The results, by layer, of `run(i, read(i))`, called in this order (`turns`). What starts before a layer's turn is `bring(i)`,
     and, if the body can prefetch (`Op.prefetch`), what the layer reads, unless `begin` is False. If it can, and accumulators are
     given, in `sums`, the results are gradients in flight. An error gets the number of its layer."""
-    ahead, i = cfg.op.prefetch, order[0]
+    ahead, i = cfg.ahead, order[0]
     begin, late = begin and ahead is not None, () if sums is None or ahead is None else ahead.late
     starts = begin or bring is not None
     run = scopes.by_number(run) if scopes.on else run
@@ -45,13 +45,13 @@ def in_turn(
                     bring(i)
                 coming = read(i) if begin else None
                 # None: this layer kept nothing, so there is nothing to begin
-                coming = None if coming is None else ahead.begin(coming, cfg.cfg)
+                coming = None if coming is None else cfg.of_layer[i][0].prefetch.begin(coming, cfg.of_layer[i][1])
             elif kind == "wait" and begin:
                 tree = None if coming is None else coming.ready()
             elif kind == "run":
                 found[i] = run(i, tree if begin else read(i))
             elif kind != "wait":
-                found[i] = getattr(ahead, kind)(found[i], sums[i])  # type: ignore[index]
+                found[i] = getattr(cfg.of_layer[i][0].prefetch, kind)(found[i], sums[i])  # type: ignore[index]
     except Exception as error:
         in_step(error, i)
         raise

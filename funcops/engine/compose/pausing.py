@@ -75,7 +75,7 @@ def of_layers(forward: Any, backward: Any, residuals: type, pending: Any, repeat
 
     # `repeat` is called late: that op is made with what this function returns
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> Pauses:
-        if cfg.op.pausing is None:
+        if not cfg.pauses:
             return repeat().fwd(params, x, cfg, needs=needs)
         layers, walk = forward(params, x, cfg, needs, True)
         return (yield from _walked(range(cfg.times), lambda i: layers[i], walk))
@@ -87,13 +87,13 @@ def of_layers(forward: Any, backward: Any, residuals: type, pending: Any, repeat
         return dx, found, node
 
     def dgrad(kept: Any, dy: Any, cfg: Any) -> Pauses:
-        if cfg.op.pausing is None:
+        if not cfg.pauses:
             return repeat().dgrad(kept, dy, cfg)
         dx, waiting, node = yield from back("repeat_dgrad", kept, dy, cfg, lambda node: None)
         return dx, pending(waiting, cfg, node.needs)
 
     def bwd(kept: Any, dy: Any, cfg: Any, *, into: Any = None) -> Pauses:
-        if cfg.op.pausing is None:
+        if not cfg.pauses:
             return repeat().bwd(kept, dy, cfg, into=into)
         where = "repeat_bwd"
         dx, found, _ = yield from back(where, kept, dy, cfg, lambda node: accumulators(where, into, repeat(), cfg, node, dy))

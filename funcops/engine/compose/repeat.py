@@ -23,6 +23,7 @@ tensor([2., 2., 2., 2.])
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -41,11 +42,12 @@ from funcops.engine.compose.layers import (
 )
 from funcops.engine.compose.pausing import Walk, of_layers
 from funcops.engine.compose.step import OneBody, bundle, check_body, note, split_x
-from funcops.engine.contract.configs import Width, require_config
+from funcops.engine.contract.configs import Replace, Width, require_config
 from funcops.engine.contract.needs import Needs, check_needs
 from funcops.engine.contract.op import Op, config, dgrad_of, init_of, make_op
 from funcops.engine.contract.schema import open_node
-from funcops.engine.errors import fail, join_path, require
+from funcops.engine.contract.walk import layer_numbers
+from funcops.engine.errors import fail, join_path, require, require_type
 from funcops.engine.program.programs import forwards
 from funcops.engine.program.values import abstract_params, add, has_params
 from funcops.engine.residuals.nested import nested, part
@@ -61,22 +63,49 @@ __all__ += ["repeat", "repeat_bwd", "repeat_dgrad", "repeat_fwd", "repeat_init",
 
 @config
 class RepeatConfig(OneBody):
-    """The body (an op and its config), how many `times`, and whether params are `stacked`."""
+    """The body (an op and its config), how many `times`, and whether params are `stacked`. `bodies`, which `with_policy` writes:
+    bodies with the same params that keep different tensors, `(layers, op, cfg)` for each, such as ("0-9", op, cfg); the first is
+    the body of the config."""
 
     op: Op = field(kw_only=False)
     cfg: Any = field(kw_only=False)
     times: int = field(kw_only=False)
     stacked: bool = False
+    bodies: tuple[tuple[str, Op, Any], ...] = ()
 
     def __post_init__(self) -> None:
         check_body("RepeatConfig", self.op, self.cfg)
         require(isinstance(self.times, int) and self.times >= 1, "RepeatConfig", "times", "an int of at least 1", self.times)
-        note(self, outputs=self.cfg.outputs)
-        note(self, extras=self.cfg.extras, keys=self.cfg.keys, has_params=has_params(self.op, self.cfg), layer_needs={})
+        require_type("RepeatConfig", "bodies", self.bodies, tuple)
+        bodies = sorted([(i, op, cfg) for n, op, cfg in self.parts() for i in layer_numbers(n, self.times)], key=lambda one: one[0])
+        right = [i for i, *_ in bodies] == list(range(self.times)) and self.parts()[0][1:] == (self.op, self.cfg)
+        require(right, "RepeatConfig", "bodies", f"of each of {self.times} layers, the first with this op and cfg", self.bodies)
+        # begun only if every layer has something to begin: a layer whose forward runs again gathers its params by itself
+        alike = len({getattr(op.prefetch, "late", None) for _, op, _ in bodies}) == 1
+        pauses = any([op.pausing is not None for _, op, _ in bodies])
+        note(self, of_layer=tuple([one[1:] for one in bodies]), ahead=self.op.prefetch if alike else None, pauses=pauses)
+        note(
+            self,
+            extras=self.cfg.extras,
+            outputs=self.cfg.outputs,
+            keys=self.cfg.keys,
+            has_params=has_params(self.op, self.cfg),
+            layer_needs={},
+        )
         # the needs of layers are made here, where no compiler traces: those that it makes are other objects
         needs_of_layers(self, Needs.ALL)
         needs_of_layers(self, Needs.NONE)
         self.follow("RepeatConfig", "", None)
+
+    def parts(self) -> list[tuple[Any, Any, Any]]:
+        """See `Composite.parts`."""
+        return list(self.bodies) or [("*", self.op, self.cfg)]
+
+    def with_parts(self, replace: Replace, **changes: Any) -> RepeatConfig:
+        """See `Composite.with_parts`."""
+        made = [replace(*part) for part in self.parts()]
+        bodies = tuple([(part[0], *one) for part, one in zip(self.bodies, made, strict=True)]) if self.bodies else ()
+        return dataclasses.replace(self, **{"op": made[0][0], "cfg": made[0][1], "bodies": bodies, **changes})
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
         """See `OpConfig.follow`: the body's y is the next layer's x, so all layers after the second are like the second."""
@@ -93,10 +122,12 @@ class RepeatConfig(OneBody):
         """See `funcops.engine.program.values.abstract_params`."""
         return collected([abstract_params(self.op, self.cfg)] * self.times, None, self)
 
-    body_name = "*"
     maps_to_itself = True
     has_params: ClassVar[bool]
     layer_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
+    of_layer: ClassVar[tuple[tuple[Op, Any], ...]]  # by number
+    ahead: ClassVar[Any]  # what every layer can prefetch
+    pauses: ClassVar[bool]  # whether a layer can pause
 
 
 RepeatResiduals, RepeatPending = nested("Repeat", "a repeat, by layer number", __name__)
@@ -130,13 +161,14 @@ def _forward(params: Any, x: Any, cfg: RepeatConfig, needs: Needs, pauses: bool)
     main, extras = split_x("repeat_fwd", x, cfg)
     wanted = needs_of_layers(cfg, needs)
     given: dict[str, list[Any]] = {name: [] for name in cfg.outputs}
-    joined, fwd = forwards(cfg.op, cfg.cfg, wanted, layers, main, pauses), (cfg.op.pausing if pauses else cfg.op).fwd
+    joined = forwards(cfg.of_layer, wanted, layers, main, pauses)
 
     def call(i: int, layer: Any) -> Any:
         # a dict for each layer, as `bundle` puts the folded keys into it
         layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main
         if joined is None:
-            return fwd(layer, layer_x, cfg.cfg, needs=wanted[i])
+            op, own = cfg.of_layer[i]
+            return ((pauses and op.pausing) or op).fwd(layer, layer_x, own, needs=wanted[i])
         return joined[i](layer, main, layer_x.extras if extras else {})
 
     def took(result: Any) -> Any:
@@ -169,8 +201,6 @@ def _backward(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | Non
     of_outputs: Any = None
     if cfg.outputs:
         dy, of_outputs = outputs_by_layer("repeat_dgrad" if sums is None else "repeat_bwd", dy, cfg.outputs, cfg.times)
-    # a prefetch has no dgrad of its own: a first half leaves no gradients in flight
-    op: Any = cfg.op.pausing if pauses else cfg.op if sums is None else cfg.op.prefetch or cfg.op
     # only while something is offloaded: else the tree of each layer would be searched in vain
     bring = (lambda i: copies.prefetch(node.get(i))) if copies.home else None
 
@@ -180,11 +210,14 @@ def _backward(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | Non
             # None as a whole: so an op is told that no gradient comes
             none = dy is None and all([d is None for d in of_outputs[i].values()])
             dy = None if none else WithExtras(dy, of_outputs[i])
+        op, own = cfg.of_layer[i]
+        # a prefetch has no dgrad of its own: a first half leaves no gradients in flight
         if sums is None:
-            return (None, None) if kept is None else op.dgrad(kept, dy, cfg.cfg)
-        # `Pausing` has no wgrad of its own
-        wgrad = cfg.op.wgrad if pauses else op.wgrad
-        return (wgrad(None, cfg.cfg, into=sums[i]), None) if kept is None else op.bwd(kept, dy, cfg.cfg, into=sums[i])
+            return (None, None) if kept is None else ((pauses and op.pausing) or op).dgrad(kept, dy, own)
+        ahead = None if pauses or cfg.ahead is None else op.prefetch
+        if kept is None:
+            return (ahead or op).wgrad(None, own, into=sums[i]), None  # `Pausing` has no wgrad of its own
+        return (ahead or (pauses and op.pausing) or op).bwd(kept, dy, own, into=sums[i])
 
     def took(result: Any) -> Any:
         nonlocal dy
@@ -227,13 +260,14 @@ def _by_layer(which: str, pending: Any, cfg: RepeatConfig, into: Any) -> list[An
     """The results of the body's "wgrad" or "products" by layer, called for the last layer first."""
     require_config("repeat_wgrad", cfg, RepeatConfig)
     wgrad = which == "wgrad"
-    # a prefetch has a wgrad, but no products: these are joined later, and none is in flight
-    call = getattr((wgrad and cfg.op.prefetch) or cfg.op, which)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
     sums = accumulators("repeat_wgrad", into, repeat, cfg, node)
 
     def run(i: int, _: None) -> Any:
-        return call(None if node is None else part(node, i), cfg.cfg, into=sums[i])
+        op, own = cfg.of_layer[i]
+        # a prefetch has a wgrad, but no products: these are joined later, and none is in flight
+        call = getattr(op.prefetch if wgrad and cfg.ahead is not None else op, which)
+        return call(None if node is None else part(node, i), own, into=sums[i])
 
     return in_turn(cfg, range(cfg.times)[::-1], lambda i: None, run, begin=False, sums=sums if wgrad else None)
 

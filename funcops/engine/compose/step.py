@@ -137,7 +137,6 @@ class OneBody(Composite):
 
     op: Op
     cfg: Any
-    body_name: ClassVar[str | None] = None  # None: the body adds no name to its paths
 
     @property
     def first_parts(self) -> tuple[Any, ...]:
@@ -146,11 +145,11 @@ class OneBody(Composite):
 
     def with_parts(self, replace: Replace, **changes: Any) -> Self:
         """The config with `replace(name, op, cfg)` for the body."""
-        op, cfg = replace(self.body_name, self.op, self.cfg)
+        op, cfg = replace(None, self.op, self.cfg)  # no name: the body adds none to its paths
         return dataclasses.replace(self, op=op, cfg=cfg, **changes)  # type: ignore[type-var]
 
     def parts(self) -> list[tuple[Any, Any, Any]]:
-        return [(self.body_name, self.op, self.cfg)]
+        return [(None, self.op, self.cfg)]
 
 
 def note(cfg: Any, **derived: Any) -> None:

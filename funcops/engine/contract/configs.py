@@ -389,7 +389,8 @@ class Composite(OpConfig):
         raise NotImplementedError(f"{type(self).__name__}.with_parts")
 
     def parts(self) -> list[tuple[Any, Any, Any]]:
-        """Name, op and config of each part, in the order of the forward; the body of a repeat once, as "*"."""
+        """Name, op and config of each part, in the order of the forward; the body of a repeat once, as "*", or each of its bodies
+        by the numbers of its layers, such as 0-9."""
         if self.members:
             return [(step.name, step.op, step.cfg) for step in self.members]
         # a combinator need only say how its parts are replaced: that lists them, too

@@ -12,8 +12,8 @@ from funcops.engine.contract.configs import Composite, require_config
 from funcops.engine.contract.op import Op
 from funcops.engine.errors import fail, few, join_path, require_callable, require_flag, require_type
 
-__all__ = ["Inside", "Part", "check_globs", "check_selection", "matches", "nested", "remade", "rewrite", "shared_layers"]
-__all__ += ["steps", "ties", "walk"]
+__all__ = ["Inside", "Part", "check_globs", "check_selection", "layer_numbers", "layer_ranges", "matches", "nested", "remade"]
+__all__ += ["rewrite", "shared_layers", "steps", "ties", "walk"]
 
 
 class Part(NamedTuple):
@@ -31,17 +31,16 @@ class Part(NamedTuple):
         return isinstance(self.cfg, Composite)
 
     def parts(self, layers: bool = False) -> Iterator[Part]:
-        """The parts of a combinator, in the order of the forward. A repeat's body is one part, "*"; with `layers` one for each
-        layer, by number, or one under the repeat's own path if its params are stacked."""
+        """The parts of a combinator, in the order of the forward. A repeat's body is one part, "*", or several by the numbers of
+        their layers; with `layers` one for each layer, by number, or one under the repeat's own path if its params are stacked."""
         if not isinstance(self.cfg, Composite):
             return
-        times = self.cfg.times if layers else None
-        for name, op, inner in self.cfg.parts():
-            if times is None:
-                yield Part(join_path(self.path, name), op, inner, self.layer)
-            else:
-                numbers = [None] if self.cfg.stacked else range(times)
-                yield from (Part(join_path(self.path, i), op, inner, i) for i in numbers)
+        found = [Part(join_path(self.path, name), op, inner, self.layer) for name, op, inner in self.cfg.parts()]
+        if layers and self.cfg.times is not None:
+            every = [] if self.cfg.stacked else [(i, part) for part in found for i in layer_numbers(part.path, self.cfg.times)]
+            own = [part._replace(path=join_path(self.path, i), layer=i) for i, part in sorted(every, key=lambda one: one[0])]
+            found = own or [Part(self.path, *self.cfg.parts()[0][1:])]
+        yield from found
 
 
 class Inside(NamedTuple):
@@ -154,6 +153,18 @@ def ties(cfg: Any) -> dict[str, str]:
         if part.composite
         for tied, source in part.cfg.ties
     }
+
+
+def layer_ranges(part: str) -> tuple[range, ...] | None:
+    """The ranges of layers that a part of a path names, such as 3, 0-9 or 0-2,5-7; None for any other part."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", part):
+        return None
+    return tuple([range(int(one.partition("-")[0]), int(one.rpartition("-")[2]) + 1) for one in part.split(",")])
+
+
+def layer_numbers(name: str, times: int) -> Sequence[int]:
+    """The numbers of the layers of a part of a repeat, by the part's name or path."""
+    return [i for own in layer_ranges(name.rpartition(".")[2]) or (range(times),) for i in own]
 
 
 def matches(path: str, globs: Sequence[str]) -> bool:

@@ -8,7 +8,8 @@ import torch
 
 from funcops.engine.contract.configs import Composite
 from funcops.engine.contract.needs import Needs
-from funcops.engine.contract.walk import nested
+from funcops.engine.contract.op import Op
+from funcops.engine.contract.walk import nested, rewrite
 from funcops.engine.errors import (
     describe,
     fail,
@@ -141,14 +142,22 @@ class Explained(NamedTuple):
 
 
 def explain(
-    cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16, *, rows: bool = False
+    cfg: Any,
+    needs: Needs = Needs.ALL,
+    device_type: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    rows: bool = False,
+    op: Op | None = None,
 ) -> Explained:
     """The `plan` of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is shown
     once, as if all its gradients were needed, unless `needs` is Needs.NONE, and as a layer between two others: its forward begins
     with the sum that ends the layer before it, if one kernel computes both. It takes neither params nor an x. With `rows` it also
     shows the statements of each forward and whole backward: what each reads and writes, where a local is released, when the
-    layers of a repeat start and wait for communication, and which steps pause for other parts in an `interleave`. Raises
-    `TypeError` for a config that is not a combinator's, `TypeError` or `ValueError` for invalid needs, device type or dtype.
+    layers of a repeat start and wait for communication, and which steps pause for other parts in an `interleave`. `op`: the op of
+    the config, if it is under a policy: of a repeat whose layers have different rules, each body is shown, with the numbers of its
+    layers. Raises `TypeError` for a config that is not a combinator's, `TypeError` or `ValueError` for invalid needs, device type
+    or dtype.
 
     >>> from funcops import ActivationConfig, BiasConfig, ChainConfig, Step, activation, bias, explain
     >>> cfg = ChainConfig(steps=(Step("bias", bias, BiasConfig(8)), Step("act", activation, ActivationConfig("gelu"))))
@@ -163,14 +172,19 @@ def explain(
         fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
     _check_options("explain", needs, device_type, dtype)
     require_flag("explain", rows=rows)
+    require_type("explain", "op", op, Op, type(None))
+    # a part whose op is under a policy, as it runs
+    cfg = rewrite(
+        cfg, lambda part: under(part.cfg) if (under := getattr(part.op and part.op.fwd, "resolved_for", None)) else None, op=op
+    )[1]
     found: dict[str, FusionPlan] = {}
     written: dict[str, dict[str, tuple[Row, ...]]] = {}
     for part, around in nested(cfg):
         # a combinator that is lowered into the program around it has none of its own to show
         in_program = bool(around) and around[-1].cfg.lowered_by is not None and part.op.lower is not None
         # without a prefetch the layers only run one after another
-        if rows and part.composite and part.cfg.times is not None and part.cfg.op.prefetch is not None:
-            written[part.path] = turns_of(part.cfg.op, part.cfg.times)
+        if rows and part.composite and part.cfg.times is not None and part.cfg.ahead is not None:
+            written[part.path] = turns_of(part.cfg.ahead, part.cfg.times)
         if not part.composite or part.cfg.lowered_by is None or in_program:
             continue
         own = needs and Needs.ALL if around else needs

@@ -40,16 +40,19 @@ def forward(op: Op, cfg: Any, needs: Needs, main: Any, pausing: bool = False) ->
     return _found("forward", op, cfg, needs, main, pausing)
 
 
-def forwards(op: Op, cfg: Any, needs: Sequence[Needs], params: Sequence[Any], main: Any, pausing: bool = False) -> list[Any] | None:
-    """The forwards of equal layers in a row. None if each is by itself, as no kernel computes the sum that ends a layer with what
-    reads it in the next one; else they pass on its addends."""
-    if len(needs) < 2 or op.lower is None or functions.any_autocast() or not all([type(own) is dict for own in params]):
+def forwards(
+    bodies: Sequence[tuple[Op, Any]], needs: Sequence[Needs], params: Sequence[Any], main: Any, pausing: bool = False
+) -> list[Any] | None:
+    """The forwards of layers in a row, each an op and its config. None if each is by itself, as no kernel computes the sum that
+    ends a layer with what reads it in the next one; else they pass on its addends."""
+    lowered = all([op.lower is not None for op, _ in bodies]) and all([type(own) is dict for own in params])
+    if len(needs) < 2 or not lowered or functions.any_autocast():
         return None  # the op's own function runs, or raises the error
     parts = ("forward_ends", *["forward_between"] * (len(needs) - 2), "forward_begins")
     # a layer between two others decides; False is cached, too, so a repeat that does not join stops here
-    found = [_found("forward_between", op, cfg, needs[-1], main, pausing)]
+    found = [_found("forward_between", *bodies[-1], needs[-1], main, pausing)]
     if found[0]:
-        found = [_found(which, op, cfg, own, main, pausing) for which, own in zip(parts, needs, strict=True)]
+        found = [_found(which, *of, own, main, pausing) for which, of, own in zip(parts, bodies, needs, strict=True)]
     return found if all(found) else None
 
 

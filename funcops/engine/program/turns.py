@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from funcops.engine.contract.op import Op
+from funcops.engine.contract.op import Prefetch
 from funcops.engine.program.rows import Row
 
 Turn = tuple[str, int]  # a kind of row, and the number of a layer
@@ -28,12 +28,10 @@ def turns(order: Sequence[int], starts: bool, late: tuple[str, ...] = ()) -> lis
     return found
 
 
-def turns_of(op: Op, times: int) -> dict[str, tuple[Row, ...]]:
-    """The rows of the forward and of the whole backward of a repeat of this body, as `explain` shows them."""
-    ahead = op.prefetch
-    late = () if ahead is None else ahead.late
-    both = {"forward": (range(times), ()), "backward": (range(times)[::-1], late)}
+def turns_of(ahead: Prefetch, times: int) -> dict[str, tuple[Row, ...]]:
+    """The rows of the forward and of the whole backward of a repeat of layers that can prefetch, as `explain` shows them."""
+    both = {"forward": (range(times), ()), "backward": (range(times)[::-1], ahead.late)}
     return {
-        half: tuple(Row(kind, reads=(f"layer {i}",)) for kind, i in turns(order, ahead is not None, steps))
+        half: tuple(Row(kind, reads=(f"layer {i}",)) for kind, i in turns(order, True, steps))
         for half, (order, steps) in both.items()
     }

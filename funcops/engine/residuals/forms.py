@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from funcops.engine.backend import tracing
 from funcops.engine.contract.marks import version, versions
 from funcops.engine.errors import short
 from funcops.engine.residuals.codec import codec, smaller
@@ -94,7 +94,7 @@ _known: ContextVar[dict[Any, _Known] | None] = ContextVar("funcops.forms", defau
 def one_form_each() -> contextlib.AbstractContextManager[None]:
     """A block in which `to_form` reuses the form of a tensor that it converted before. A compiler merges equal computations
     itself."""
-    return contextlib.nullcontext() if tracing() or _known.get() is not None else _one_form_each()
+    return contextlib.nullcontext() if is_dynamo_compiling() or _known.get() is not None else _one_form_each()
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ def to_form(t: Any, action: Action) -> Any:
     compress = isinstance(action, Compress) and smaller(action.codec, t)
     if not compress and not (isinstance(action, Offload) and copies.leaves(t)):
         return t
-    known = None if tracing() else _known.get()
+    known = None if is_dynamo_compiling() else _known.get()
     if known is None:
         return _packed(t, action)
     storage, layout = t.untyped_storage(), Layout.of(t)

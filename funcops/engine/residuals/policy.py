@@ -2,8 +2,9 @@
 
     Policy({"attn": Recompute(), "*.mix.q": Compress("fp8"), "mlp.up.x": Offload()})
 
-A pattern is a glob over the paths of steps and of the fields that they keep, with a repeat's layers written `*`; the last pattern
-that matches decides. A field that only a pending has, such as the `dy` of a linear, needs a pattern that ends in its name: `*.dy`.
+A pattern is a glob over the paths of steps and of the fields that they keep; the last pattern that matches decides. Layers of a
+repeat are numbers in a path: `blocks.*.mlp` is the MLP of all layers, `blocks.3.mlp` the MLP of one, `blocks.0-9.mlp` the MLPs of
+ten. A field that only a pending has, such as the `dy` of a linear, needs a pattern that ends in its name: `*.dy`.
 `funcops.with_policy` (`memory/policy.py`) applies a policy to an op.
 """
 
@@ -11,9 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from funcops.engine.contract.walk import layer_ranges
 from funcops.engine.errors import describe, fail, require_flag, require_type
 from funcops.engine.residuals.codec import codec
 
@@ -22,7 +26,7 @@ __all__ = ["POLICIES", "Action", "Compress", "Drop", "Offload", "Policy", "Recom
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """Keep the tensor unchanged, even if a chain could recompute it.
+    """Keep the tensor unchanged, even if a chain could recompute it; for a step, every tensor that it keeps.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Policy, RMSNormConfig, Save, Step
@@ -57,8 +61,9 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """Offload the tensor to pinned host memory, and copy it back before the backward that reads it, on a separate stream; for a
-    layer of a repeat, while the layer after it runs its backward. On the CPU it acts as `Save`.
+    """Offload the tensor (for a step, every tensor that it keeps) to pinned host memory, and copy it back before the backward that
+    reads it, on a separate stream; for a layer of a repeat, while the layer after it runs its backward. On the CPU it acts as
+    `Save`.
 
     >>> import torch
     >>> from funcops import Offload, Policy, SoftcapConfig, softcap, with_policy
@@ -114,8 +119,9 @@ Action = Save | Recompute | Offload | Compress | Drop
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """`rules`: a dict, or pairs, of glob and action. A rule overrides `outputs`, and a rule without effect is an error; `optional`
-    rules, such as a preset's, yield to `outputs` and apply only where they can. `outputs`: the steps whose outputs a chain
+    """`rules`: a dict, or pairs, of glob and action; a glob may name layers of a repeat: `blocks.3.mlp`, `blocks.0-9.mlp`. A rule
+    overrides `outputs`, and a rule without effect is an error; `optional` rules, such as a preset's, yield to `outputs` and apply
+    only where they can. `outputs`: the steps whose outputs a chain
     recomputes: "recomputable" (norms, activations, GLUs), "norms", or "none". `blocks`: what a repeat's body keeps (or the op
     itself, if it has no repeat): "residuals", only its "inputs", or its inputs "offloaded"; the rest is recomputed.
 
@@ -154,18 +160,28 @@ class Policy:
 
     def rule_for(self, path: str, waits: bool = False) -> int | None:
         """The index of the last matching rule."""
-        found = [i for i, (pattern, _) in enumerate(self.rules) if means(pattern, path, waits)]
+        found = [i for i in range(len(self.rules)) if self.applies(i, path, waits)]
         return found[-1] if found else None
 
-    def without(self, rule: int) -> Policy:
-        return dataclasses.replace(self, rules=self.rules[:rule] + self.rules[rule + 1 :])
+    def applies(self, rule: int, path: str, waits: bool = False) -> bool:
+        """Whether a rule is one for the path: `Save` and `Offload` of a step are rules for every field in it, too."""
+        pattern, action = self.rules[rule]
+        return means(pattern, path, waits) or (isinstance(action, Save | Offload) and not waits and means(f"{pattern}.*", path))
 
 
+@functools.lru_cache(maxsize=1 << 15)
 def means(pattern: str, path: str, waits: bool = False) -> bool:
     """Whether a pattern matches the path. `waits`: the path is a field that only a pending has; the pattern must end with its
     name."""
+    # no rule tells apart the layers for which a path stands, so the first answers for all
+    parts = [(part, layer_ranges(part.replace("*", "0"))) for part in path.split(".")]
+    here = ".".join([str(ranges[0][0]) if ranges else part for part, ranges in parts])
+    numbers = [ranges[0][0] for _, ranges in parts if ranges]
+    asked = [(part, layer_ranges(part)) for part in pattern.split(".")]
+    forms = itertools.product(*[[str(n) for n in numbers if any([n in one for one in of])] if of else [part] for part, of in asked])
     # not `fnmatch`, which takes no notice of case on Windows
-    return fnmatch.fnmatchcase(path, pattern) and (not waits or pattern.endswith(path.rpartition(".")[2]))
+    ends = not waits or pattern.endswith(path.rpartition(".")[2])
+    return ends and any([fnmatch.fnmatchcase(here, ".".join(form)) for form in forms])
 
 
 def compressed(codec: str) -> Policy:

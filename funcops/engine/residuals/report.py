@@ -1,4 +1,4 @@
-"""`report`: the tensors kept for a backward, one by one; `diff`: the difference of two reports."""
+"""`report`: the tensors kept for a backward, one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcops.engine.contract.marks import Gone
 from funcops.engine.contract.schema import RECOMPUTE, Phase, Saved
-from funcops.engine.errors import describe, fail, join_path, require_count, require_flag, require_type, short, size_of
+from funcops.engine.errors import describe, fail, join_path, require_count, require_flag, short, size_of
 from funcops.engine.residuals.forms import has_form
 from funcops.engine.trees import paths, tensors
 
@@ -94,7 +94,7 @@ def _as_one(run: list[Layers]) -> Layers:
 
 
 def _ranged(first: str, last: str) -> str:
-    return ".".join([a if a == b else f"{a}..{b}" for a, b in zip(first.split("."), last.split("."), strict=True)])
+    return ".".join([a if a == b else f"{a}-{b}" for a, b in zip(first.split("."), last.split("."), strict=True)])
 
 
 class Row(NamedTuple):
@@ -180,7 +180,7 @@ class Report:
 
 def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | None = None, expand: bool = False) -> Report:
     """A table of the tensors that `residuals` (or pending) hold, by path. Printed, layers that keep the same are one row
-    (`blocks.0..127.norm.rstd (x 128)`) unless `expand`.
+    (`blocks.0-127.norm.rstd (x 128)`) unless `expand`.
 
     Bytes are the size of the storage behind a tensor, counted once; a tensor that shares the storage of a leaf of `params`
     or `x`, or of an earlier row, is an alias and counts 0 bytes. `tokens` defaults to the rows of the first tensor in x (for
@@ -235,52 +235,6 @@ def _check_kept(node: Any, name: str) -> None:
         fail("report", name, "residuals or pending of an op", describe(node), TypeError)
     elif getattr(node, "gone", False) or isinstance(getattr(node, "_marks", None), Gone):
         node.complain("report")  # type: ignore[union-attr]
-
-
-class Change(NamedTuple):
-    """A path whose bytes differ between two reports; 0 bytes if a report lacks it."""
-
-    path: str
-    before: int
-    after: int
-
-
-class Difference(list[Change]):
-    """The paths whose bytes differ between two reports, the largest change first."""
-
-    def __str__(self) -> str:
-        width = max((len(change.path) for change in self), default=0)
-        lines = [
-            f"{c.path.ljust(width)}  {size_of(c.before):>12} -> {size_of(c.after):>12}  {_change(c.after - c.before):>12}"
-            for c in self
-        ]
-        return "\n".join([*lines, f"{_change(sum(c.after - c.before for c in self))} in all"])
-
-    __repr__ = __str__
-
-
-def _change(nbytes: int) -> str:
-    return "+" * (nbytes >= 0) + size_of(nbytes)
-
-
-def diff(before: Report, after: Report) -> Difference:
-    """Compare two reports: the paths whose bytes differ, before and after. Raises `TypeError` if an argument is not a report.
-
-    >>> import torch
-    >>> from funcops import Compress, Policy, SoftcapConfig, diff, report, softcap, with_policy
-    >>> x, cfg = torch.ones(32, 128), SoftcapConfig(30.0)
-    >>> before = report(softcap.fwd(None, x, cfg)[1])
-    >>> after = report(with_policy(softcap, Policy({"x": Compress("fp8")})).fwd(None, x, cfg)[1])
-    >>> print(diff(before, after))
-    x     16.00 KiB ->     4.03 KiB    -11.97 KiB
-    -11.97 KiB in all
-    """
-    for name, one in (("before", before), ("after", after)):
-        require_type("diff", name, one, Report)
-    sides = [{row.path: row.bytes for row in one.rows} for one in (before, after)]
-    every = dict.fromkeys([*sides[0], *sides[1]])
-    changes = [Change(path, sides[0].get(path, 0), sides[1].get(path, 0)) for path in every]
-    return Difference(sorted((c for c in changes if c.before != c.after), key=lambda c: -abs(c.after - c.before)))
 
 
 def _values(tree: Any) -> list[tuple[str, Any]]:
