@@ -33,12 +33,11 @@ def policy_of(args: Any, ranks: Ranks) -> tuple[Op, str]:
     else:
         (ids,) = ranks.rows(torch.zeros(args.batch, args.context, dtype=torch.int64))
         given = model_x(args.decoder, ids, ids, args.dtype, ranks.cp)
-        tried = fit(chain, cfg, given, 2**62, dtype=args.dtype).tried
-        chosen = next((one for one in tried if one.kept_bytes <= args.budget * 2**20), None)
-        if chosen is None:
-            least = min(one.kept_bytes for one in tried) / 2**20
-            raise SystemExit(f"train_lm.py: --budget: expected at least {least:.2f} MiB, got {args.budget}")
-        name, op = chosen.name, with_policy(chain, chosen.policy)
+        try:
+            fitted = fit(chain, cfg, given, int(min(args.budget * 2**20, 2**62)), dtype=args.dtype)
+        except ValueError as error:
+            raise SystemExit(f"train_lm.py: --budget {args.budget} (MiB): {error}") from None
+        name, op = fitted.picked.name, fitted.op
     op.init(cfg, device="meta")  # resolves the policy now, outside of torch.compile
     return op, name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -23,9 +24,10 @@ from funcops.engine.contract.walk import Inside, Part, nested, rewrite
 from funcops.engine.errors import in_html, join_path, on_screen, require, require_dtype, require_type, size_of
 from funcops.engine.program.values import abstract_params
 from funcops.engine.residuals.policy import POLICIES, Policy, Recompute
-from funcops.engine.residuals.report import kept_values, storage_of
+from funcops.engine.residuals.report import kept_values, storages
 from funcops.engine.trees import fake, tensors, tree_map, tree_map_tensors
 from funcops.library.formats.working import working_like
+from funcops.memory.layers import named_layers
 from funcops.memory.parts import LeafPart, has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
 from funcops.memory.remat import is_remat
@@ -83,12 +85,14 @@ class Fitted(NamedTuple):
 
 
 def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = None, needs: Needs = Needs.ALL) -> Fitted:
-    """Find the policy that recomputes least and keeps at most `budget` bytes between forward and backward, for inputs like x.
+    """Find the policy that recomputes least and keeps at most `budget` bytes between forward and backward, for inputs like x. The
+    bytes are `report(residuals, params, x).kept_bytes`: params and x, which the caller holds, do not count.
 
-    It tries the lossless presets, and every subset of a block's parts to recompute. Nothing runs: one forward and backward, with
-    two layers per repeat, is traced on shapes alone, and the bytes of each policy are counted from that. So the time does not
-    depend on depth, unless `needs` names layers, and hardly on the number of policies. `dtype`: the dtype of the params, by default
-    x's, or torch's if x has no floats. `needs`: the gradients that the training step asks of the forward.
+    It tries the lossless presets, every subset of a block's parts to recompute, and of the cheapest two between which the budget
+    lies, one for the first layers of the repeats and the other for the rest. No policy rounds anything. Nothing runs: one forward
+    and backward, with four layers per repeat, is traced on shapes alone, and the bytes of each policy are counted from that. So the
+    time does not depend on depth, unless `needs` names layers, and hardly on the number of policies. `dtype`: the dtype of the
+    params, by default x's, or torch's if x has no floats. `needs`: the gradients that the training step asks of the forward.
 
     Of an op that `op_from_module` made, it bisects over the products of the graph for x, in the order of operations per byte, and
     each layer is computed again from its own input if that fits. An x of other shapes than the example's must have values, as the
@@ -97,23 +101,28 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     Raises `ValueError`, with the least bytes found, if no policy fits.
 
     >>> import torch
-    >>> from funcops import ChainConfig, LinearConfig, RMSNormConfig, Step, chain, fit, linear, rms_norm
+    >>> from funcops import ChainConfig, LinearConfig, RepeatConfig, RMSNormConfig, Step, chain, fit, linear, repeat, rms_norm
     >>> cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(64)), Step("up", linear, LinearConfig(64, 64))))
-    >>> fitted = fit(chain, cfg, torch.empty(100, 64), budget=26_000)
+    >>> fitted = fit(chain, cfg, torch.empty(100, 64), budget=1000)
     >>> fitted.picked.name, fitted.picked.kept_bytes
-    ('recompute_norms', 26000)
-    >>> fit(chain, cfg, torch.empty(100, 64), budget=1000)
+    ('recompute_norms', 400)
+    >>> deep = RepeatConfig(chain, cfg, 8)
+    >>> fitted = fit(repeat, deep, torch.empty(100, 64), budget=181_000)
+    >>> fitted.picked.name, fitted.picked.kept_bytes
+    ('recompute 0-3.norm', 180800)
+    >>> fit(repeat, deep, torch.empty(100, 64), budget=99)
     Traceback (most recent call last):
         ...
-    ValueError: fit: budget must be at least 25,600 bytes (25.00 KiB, policy recompute norm, the least of those tried), got 1,000
+    ValueError: fit: budget must be at least 179,200 bytes (175.00 KiB, policy recompute *.norm, the least of those tried), got 99
     """
     check_body("fit", op, cfg)
     require_dtype("fit", dtype)
     require(isinstance(budget, int) and budget is not True and budget > 0, "fit", "budget", "a positive number of bytes", budget)
     require_type("fit", "needs", needs, Needs)
     if op.named is None:
-        followed = _follow(op, cfg, x, dtype, needs)
-        tried = [Tried(name, policy, *followed.under(held)) for name, policy, held in _candidates(*_short(op, cfg, False))]
+        followed, options = _follow(op, cfg, x, dtype, needs), list(_candidates(*_short(op, cfg, False)))
+        tried = [Tried(one.name, one.policy, *followed.under(one.held)) for one in options]
+        tried += _between(followed, options, tried, budget)
     else:
         require(dtype is None, "fit", "dtype", "None, as a module's params have their own", dtype)
         tried = [Tried(_titled(policy), policy, *cost) for policy, *cost in op.named.plans(x, cfg, needs, budget, _flops)]
@@ -141,28 +150,82 @@ def _flops(target: Any, args: Any, kwargs: Any, result: Any) -> int:
     return int(count(*args, **kwargs, out_val=result))
 
 
-def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
+class Option(NamedTuple):
+    """A policy for all layers, and what each part holds under it. `parts`: the parts that it recomputes, if rules say all of it."""
+
+    name: str
+    policy: Policy
+    held: Held
+    parts: frozenset[str] | None = None
+
+
+def _candidates(op: Op, cfg: Any) -> Iterator[Option]:
+    steps = list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
+    bodies = [path for path in steps if path.endswith("*") and path.count("*") == 1]
+    by_rules = {"recompute_elementwise": frozenset[str]()}
+    if bodies and all([_recomputing(op, cfg, (path,)) for path in bodies]):
+        by_rules["minimal"] = frozenset(bodies)
     for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
         under = resolved(op, cfg, POLICIES[name])
         if _may_run_again(*under):  # a forward that draws random numbers must not run again
-            yield name, POLICIES[name], _held(*under)
-    steps = list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
+            yield Option(name, POLICIES[name], _held(*under), by_rules.get(name))
     # the parts of a repeat's body; without a repeat, the op's own parts
     inside = [path for path in steps if path.rpartition(".")[0].endswith("*")]
     parts = inside or [path for path in steps if "." not in path]
     served = [path for path in parts if _recomputing(op, cfg, (path,))][:MOST_PARTS]
     for chosen in [subset for size in range(1, len(served) + 1) for subset in itertools.combinations(served, size)]:
         if found := _recomputing(op, cfg, chosen):
-            yield f"recompute {', '.join(chosen)}", *found
+            yield found
 
 
-def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...]) -> tuple[Policy, Held] | None:
+def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...]) -> Option | None:
     policy = Policy({path: Recompute() for path in parts})
     try:
         found = resolved(op, cfg, policy)
     except ValueError:
         return None
-    return (policy, _held(*found)) if _may_run_again(*found) else None
+    name = f"recompute {', '.join(parts)}"
+    return Option(name, policy, _held(*found), frozenset(parts)) if _may_run_again(*found) else None
+
+
+def _between(followed: Followed, options: list[Option], tried: list[Tried], budget: int) -> Iterator[Tried]:
+    """A policy made of the two that cost least for what they save, among pairs between whose bytes the budget lies: one for the
+    first layers of the repeats, the fewest with which it fits, and the other for the rest."""
+    both = zip(tried, options, strict=True)
+    costs = [(one.kept_bytes, one.extra_flops, option) for one, option in both if option.parts is not None]
+    depth = sum(followed.depths.values())
+    above, below = ([one for one in costs if (one[0] > budget) is more] for more in (True, False))
+    if depth < 2 or not above or not below:
+        return
+    # the line between the two that is lowest at the budget
+    more, less = min(itertools.product(above, below), key=lambda pair: _at(budget, *pair[0][:2], *pair[1][:2]))
+    fewest, most = 0, depth
+    while most - fewest > 1:
+        middle = (fewest + most) // 2
+        fits = followed.under(less[2].held, more[2].held, middle)[0] <= budget
+        fewest, most = (fewest, middle) if fits else (middle, most)
+    if most < depth:
+        rules = list(_for_layers(followed.depths, less[2].parts, more[2].parts, most))
+        policy = Policy(dict.fromkeys(rules, Recompute()))
+        yield Tried(f"recompute {', '.join(rules)}", policy, *followed.under(less[2].held, more[2].held, most))
+
+
+def _at(budget: int, more: int, cost: float, less: int, dear: float) -> float:
+    return dear + (cost - dear) * (budget - less) / (more - less)
+
+
+def _for_layers(depths: dict[str, int], first: Any, rest: Any, count: int) -> Iterator[str]:
+    """The globs over the parts of the first `count` layers that are in `first`, and of the other layers that are in `rest`."""
+    for path in dict.fromkeys((*sorted(first), *sorted(rest))):
+        body, before = path[: path.index("*") + 1], 0
+        for here, times in depths.items():
+            own = min(max(count - before, 0), times)
+            before += times
+            layers = [range(own)] * (path in first) + [range(own, times)] * (path in rest)
+            if here == body and any(layers):
+                numbers = sorted([i for one in layers for i in one])
+                said = "*" if len(numbers) == times else named_layers(numbers)
+                yield f"{body[:-1]}{said}{path[len(body) :]}"
 
 
 def _may_run_again(op: Op, cfg: Any) -> bool:
@@ -172,14 +235,36 @@ def _may_run_again(op: Op, cfg: Any) -> bool:
     return not any([part.op.draws is not None and part.op.draws(part.cfg) for part in inside])
 
 
+class Layer(NamedTuple):
+    """A layer that was traced: the path of the repeat's body, its place among those traced, their number, and the depth of the
+    repeat. Of four, the first two stand for layers under one policy, and the others for layers under another; of each two, the
+    second stands for all but the first."""
+
+    body: str
+    place: int
+    traced: int
+    times: int
+
+    def first(self, count: int) -> bool:
+        """Whether it is among the first `count` layers."""
+        return self.place < count if self.traced == self.times else count > 0 and (self.place < 2 or count == self.times)
+
+    def stands_for(self, count: int) -> int:
+        """The number of layers that it stands for, if the first `count` have another policy than the rest."""
+        if self.traced == self.times:
+            return 1
+        ahead = self.times if self.traced == 2 or count in (0, self.times) else count
+        return (1, ahead - 1, min(1, self.times - ahead), max(0, self.times - ahead - 1))[self.place]
+
+
 @dataclasses.dataclass
 class PartRun:
     """The record of a part of a config in one forward and backward that keep everything: its x, which counts if gradients are asked
-    of it, and, for an op without parts, the fields that it keeps and its floating-point operations in matrix products. It stands
-    for `layers` layers. `asked`: the gradients that are asked of it and of the combinators around, by path."""
+    of it, and, for an op without parts, the fields that it keeps and its floating-point operations in matrix products. `layers`:
+    all that it is in, outermost first. `asked`: the gradients that are asked of it and of the combinators around, by path."""
 
     path: str
-    layers: int
+    layers: tuple[Layer, ...]
     asked: dict[str, Needs]
     x: list[Tensor]
     kept: list[tuple[str, Tensor]] = dataclasses.field(default_factory=list)
@@ -193,7 +278,7 @@ class Run:
     def __init__(self, counter: FlopCounterMode) -> None:
         self.counter = counter
         self.parts: list[PartRun] = []
-        self.layers = 1  # the number of layers that the next part stands for
+        self.layers: tuple[Layer, ...] = ()  # that the next part is in
         self.asked = dict[str, Needs]()  # the gradients that are asked of the combinators around
         self.calls: Counter[str] = Counter()
         self.waiting: dict[str, list[PartRun]] = defaultdict(list)  # parts whose backward has not run
@@ -207,49 +292,55 @@ _run: ContextVar[Run] = ContextVar("funcops.fit")
 
 
 def _short(op: Op, cfg: Any, noting: bool, asked: Mask = ()) -> tuple[Op, Any]:
-    """The op and its config with two layers per repeat, the second standing for all but the first, and without ties, which cost
-    nothing. If `noting`, everything is kept and each part records its tensors and operations. `asked`: the params whose gradients
-    are; a repeat of which it names layers has all of its layers, as they may keep different tensors."""
+    """The op and its config with few layers per repeat, and without ties, which cost nothing: two layers, or if `noting`, four in a
+    repeat that is in no other, so that policies may change between them. If `noting`, everything is kept and each part records its
+    tensors and operations. `asked`: the params whose gradients are; a repeat of which it names layers has all of its layers, as
+    they may keep different tensors."""
     return rewrite(cfg, _Shorter(noting, asked if isinstance(asked, tuple) else ()), op=op)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Shorter:
-    """The function that `_short` gives to `rewrite`. `times`: the layers of the shortened repeat whose body the part is, else 1;
-    `around`: the path of the combinator around, None for the whole."""
+    """The function that `_short` gives to `rewrite`. `depth`: the depth of the repeat whose body the part is, and the number of its
+    layers that are traced, else None; `around`: the path of the combinator around, None for the whole; `inside`: whether the part
+    is in a repeat."""
 
     noting: bool
     asked: tuple[str, ...]
-    times: int = 1
+    depth: tuple[int, int] | None = None
     around: str | None = None
+    inside: bool = False
 
     def __call__(self, part: Part) -> tuple[Op, Any] | Inside:
         path, op, cfg, _ = part
         if not has_parts(op, cfg):
-            return (_noted(op, path, self.times, True) if self.noting else op), cfg
+            return (_noted(op, path, self.depth, True) if self.noting else op), cfg
         layer = re.escape(join_path(path, "*")).replace(r"\*", r"\d+") + r"(\.|$)"
-        times = None if any(re.match(layer, name) for name in self.asked) else cfg.times
-        changes: dict[str, Any] = {} if times is None else {"times": min(times, 2)}
+        named = any([re.match(layer, name) for name in self.asked])
+        traced = cfg.times if named or cfg.times is None else min(cfg.times, 4 if self.noting and not self.inside else 2)
+        changes: dict[str, Any] = {} if traced is None else {"times": traced}
         if cfg.as_chain is not None:
             changes |= {"ties": (), "recompute": False if self.noting else cfg.as_chain.recompute}
 
         def note(op: Op, cfg: Any) -> tuple[Op, Any]:
-            return (_noted(op, path, self.times, False) if self.noting and path != self.around else op), cfg
+            return (_noted(op, path, self.depth, False) if self.noting and path != self.around else op), cfg
 
-        return Inside(dataclasses.replace(self, times=times or 1, around=path), lambda _: changes, note)
+        depth = None if traced is None else (cfg.times, traced)
+        inside = dataclasses.replace(self, depth=depth, around=path, inside=self.inside or depth is not None)
+        return Inside(inside, lambda _: changes, note)
 
 
 _noting = functools.lru_cache(maxsize=16)(_short)  # so that a second run reuses the programs of the first
 
 
-def _noted(op: Op, path: str, times: int, leaf: bool) -> Op:
-    """The op with a record of its calls as the part at `path`; `times`: the layers of the repeat whose body it is, or 1."""
+def _noted(op: Op, path: str, depth: tuple[int, int] | None, leaf: bool) -> Op:
+    """The op with a record of its calls as the part at `path`; `depth`: of the repeat whose body it is, and how many layers run."""
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         run = _run.get()
-        around, run.calls[path] = (run.layers, run.asked), run.calls[path] + 1
-        if times > 1 and run.calls[path] % 2 == 0:
-            run.layers *= times - 1
+        around, place, run.calls[path] = (run.layers, run.asked), run.calls[path], run.calls[path] + 1
+        if depth is not None:
+            run.layers = (*run.layers, Layer(path, place % depth[1], depth[1], depth[0]))
         again = leaf and op.recompute is not None and any([one.any for one in (needs, *list(run.asked.values())[-1:])])
         kept = needs.with_recompute() if again else needs  # with what a recomputation of y reads
         run.asked = run.asked | {path: needs if leaf else cfg.needs_of_chain(needs)}
@@ -269,33 +360,42 @@ def _noted(op: Op, path: str, times: int, leaf: bool) -> Op:
         run.waiting[path].pop().backward = flops
         return found
 
-    return wrap(op, (_noted, (op, path, times, leaf)), fwd=fwd, recomputable="", **({"bwd": bwd} if leaf else {}))
+    return wrap(op, (_noted, (op, path, depth, leaf)), fwd=fwd, recomputable="", **({"bwd": bwd} if leaf else {}))
 
 
 class Followed(NamedTuple):
-    """The parts of one forward and backward, the storages of the params, which cost nothing, and the parts that rerun their forward
-    under any policy."""
+    """The parts of one forward and backward, the storages of the params and x, which cost nothing, the parts that rerun their
+    forward under any policy, and the number of layers of each repeat that is in no other, by the path of its body."""
 
     parts: list[PartRun]
     owned: frozenset[int]
     rerun: frozenset[str]
+    depths: dict[str, int]
 
-    def under(self, held: Held) -> tuple[int, float]:
-        """The bytes of the held tensors, each storage once, and the floating-point operations of recomputation, as a share of
-        all."""
-        seen, kept = set(self.owned), 0
+    def under(self, held: Held, rest: Held | None = None, count: int = 0) -> tuple[int, float]:
+        """The bytes of the held tensors, each storage once, and the floating-point operations of recomputation, as a share of all.
+        `rest`: what is held in the layers behind the first `count`."""
+        before, seen, total, more, base = dict[str, int](), set(self.owned), 0, 0, 0
+        for body, times in self.depths.items():
+            before[body] = times if rest is None else min(max(count - sum(self.depths[one] for one in before), 0), times)
+        rerun = [(one, self._again(one)) for one in (held, held if rest is None else rest)]
         for part in self.parts:
-            if part.path in held:
-                leaf = held[part.path]
+            counts = [before.get(layer.body, 0) for layer in part.layers]
+            times = math.prod([layer.stands_for(own) for layer, own in zip(part.layers, counts, strict=True)])
+            own, again = rerun[bool(part.layers) and not part.layers[0].first(counts[0])]
+            base += times * (part.forward + part.backward)
+            more += times * part.forward * any([f"{part.path}.".startswith(path) for path in again])
+            if part.path in own:
+                leaf = own[part.path]
                 dropped = leaf.dropped(part.asked[leaf.root.path if leaf.root else leaf.path]) if leaf else ()
-                for t in part.x if leaf is None else [t for name, t in part.kept if name not in dropped]:
-                    if storage_of(t) not in seen:
-                        seen.add(storage_of(t))
-                        kept += part.layers * t.untyped_storage().nbytes()
-        rerun = [f"{path}." * bool(path) for path, leaf in held.items() if leaf is None and path not in self.rerun]
-        more = [part for part in self.parts if any(f"{part.path}.".startswith(path) for path in rerun)]
-        base = sum(part.layers * (part.forward + part.backward) for part in self.parts)
-        return kept, (base + sum(part.layers * part.forward for part in more)) / base - 1.0 if base else 0.0
+                kept = storages(part.x if leaf is None else [t for name, t in part.kept if name not in dropped])
+                total += times * sum([size for storage, size in kept.items() if storage not in seen])
+                seen |= kept.keys()
+        return total, (base + more) / base - 1.0 if base else 0.0
+
+    def _again(self, held: Held) -> list[str]:
+        """The beginnings of the paths whose forward runs again."""
+        return [f"{path}." * bool(path) for path, leaf in held.items() if leaf is None and path not in self.rerun]
 
 
 def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None, needs: Needs = Needs.ALL) -> Followed:
@@ -314,7 +414,8 @@ def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None, needs: Needs = 
                 op.bwd(residuals, tree_map(lambda t: torch.empty_like(t) if _float(t) else None, y), cfg)
             finally:
                 _run.reset(token)
-    return Followed(run.parts, frozenset(map(storage_of, tensors(params))), rerun)
+    depths = {part.layers[0].body: part.layers[0].times for part in run.parts if part.layers}
+    return Followed(run.parts, frozenset(storages([params, given])), rerun, depths)
 
 
 Held = dict[str, LeafPart | None]  # by path: None for a part that keeps only its x

@@ -16,7 +16,7 @@ from funcops.engine.residuals.policy import Policy
 from funcops.memory.parts import has_parts, kept_paths, within
 
 
-def _named(numbers: Sequence[int]) -> str:
+def named_layers(numbers: Sequence[int]) -> str:
     """The numbers of layers, rising, as a part of a path."""
     # a number less its place is the same all along a run
     runs = [[i for _, i in run] for _, run in itertools.groupby(enumerate(numbers), key=lambda one: one[1] - one[0])]
@@ -52,7 +52,7 @@ def laid_out(op: Op, cfg: Any, policy: Policy) -> Any:
             groups.setdefault(tuple(rules), []).append(i)
         if len(groups) == 1:
             return None
-        bodies = tuple([(_named(numbers), part.cfg.op, part.cfg.cfg) for numbers in groups.values()])
+        bodies = tuple([(named_layers(numbers), part.cfg.op, part.cfg.cfg) for numbers in groups.values()])
         return rewrite(dataclasses.replace(part.cfg, bodies=bodies), divided, op=part.op, path=part.path)
 
     return rewrite(cfg, divided, op=op)[1]

@@ -1,5 +1,8 @@
 """`fit`: the policy that it picks, and that its counts, made by following shapes, equal the kept bytes."""
 
+import math
+import random as pyrandom
+
 import pytest
 import torch
 from policy_cases import LLAMA, made
@@ -15,6 +18,7 @@ from funcops import (
     LinearConfig,
     Needs,
     RepeatConfig,
+    RopeConfig,
     SkipConfig,
     Step,
     WithExtras,
@@ -22,6 +26,7 @@ from funcops import (
     attention,
     chain,
     linear,
+    models,
     random,
     remat,
     repeat,
@@ -34,7 +39,7 @@ from funcops.library.ops.expert_steps import ExpertStepsConfig, expert_steps, pl
 from funcops.lora import lora_needs, with_lora
 from funcops.low_precision import NVFP4, Fp8Delayed, quantize_params, recipe_init, with_recipe
 from funcops.memory.fit import ON_CPU, _follow, fit
-from funcops.models.blocks import mlp_config
+from funcops.models.blocks import gpt2_block_config, mlp_config
 from funcops.testing.checks import same_bits
 
 
@@ -53,12 +58,13 @@ def test_fit_takes_the_cheapest_that_fits():
         and 0 < tight.picked.extra_flops < 0.2
     )
     assert "> recompute mlp" in str(tight)
-    assert fit(chain, cfg, x, kept["minimal"]).picked.name == "minimal"
-    least = r"fit: budget must be at least 8,320 bytes \(8.12 KiB, policy minimal, the least of those tried\), got 10"
+    # x is the caller's, as in a report, so a block that keeps its inputs alone keeps nothing; of three, two keep theirs
+    assert kept["minimal"] == 0 and fit(chain, cfg, x, 10).picked.name == "minimal"
+    least = r"fit: budget must be at least 16,384 bytes \(16.00 KiB, policy minimal, the least of those tried\), got 10"
     with pytest.raises(ValueError, match=least):
-        fit(chain, cfg, x, 10)
+        fit(repeat, RepeatConfig(chain, cfg, 3), x, 10)
     params = chain.init(cfg, key=random.key(0))
-    assert report(tight.op.fwd(params, x, cfg)[1], params).kept_bytes == tight.picked.kept_bytes
+    assert report(tight.op.fwd(params, x, cfg)[1], params, x).kept_bytes == tight.picked.kept_bytes
 
 
 def deep(times):
@@ -87,7 +93,7 @@ def follow(op, cfg, x):
         params, given = tree_map_tensors(fake, op.init(cfg, device="meta")), tree_map_tensors(fake, x)
         with FlopCounterMode(display=False, custom_mapping=ON_CPU) as counter:
             y, residuals = op.fwd(params, given, cfg)
-            kept = report(residuals, params).kept_bytes
+            kept = report(residuals, params, given).kept_bytes
             op.bwd(residuals, torch.empty_like(y), cfg)
     return kept, counter.get_total_flops()
 
@@ -127,7 +133,7 @@ def test_a_recipe_has_its_scales_and_keys_beside_its_weights(recipe, stacked):
     work = quantize_params(params, cfg, state, dtype=torch.float32, key=random.key(1))
     for one in fit(repeat, cfg, x, 10**9).tried:
         _, residuals = with_policy(repeat, one.policy).fwd(work, x, cfg)
-        assert report(residuals, work).kept_bytes == one.kept_bytes, one.name
+        assert report(residuals, work, x).kept_bytes == one.kept_bytes, one.name
 
 
 @pytest.mark.slow
@@ -139,10 +145,11 @@ def test_fit_leaves_out_impossible_policies():
 
 def test_the_cost_of_fit_does_not_grow_with_depth():
     body, x = LLAMA[0], made("llama")[2]
-    cfgs = [RepeatConfig(repeat, RepeatConfig(chain, body, n), n) for n in (2, 300)]
+    cfgs = [RepeatConfig(repeat, RepeatConfig(chain, body, n), n) for n in (4, 300)]
     few, many = [_follow(repeat, cfg, x, None).parts for cfg in cfgs]
     assert [part.path for part in few] == [part.path for part in many]
-    assert max(part.layers for part in few) == 1 and max(part.layers for part in many) == 299**2
+    stand_for = [{math.prod(layer.stands_for(150) for layer in part.layers) for part in parts} for parts in (few, many)]
+    assert stand_for == [{1, 3}, {1, 149, 299, 149 * 299}]
     assert len(str(fit(repeat, cfgs[1], x, 10**15)).splitlines()) <= 60
 
 
@@ -167,7 +174,7 @@ def test_fit_counts_what_the_needs_keep_and_takes_the_dtype_of_x():
     for needs in (Needs(x, params) for x in (True, False) for params in masks if x or params):
         for one in fit(chain, cfg, x, 10**9, needs=needs).tried:
             kept = with_policy(chain, one.policy).fwd(params, x, cfg, needs=needs)[1]
-            assert report(kept, params).kept_bytes == one.kept_bytes, (needs, one.name)
+            assert report(kept, params, x).kept_bytes == one.kept_bytes, (needs, one.name)
     with pytest.raises(TypeError, match="fit: needs must be Needs"):
         fit(chain, cfg, x, 10**9, needs=True)
 
@@ -179,7 +186,7 @@ def test_fit_counts_what_frozen_layers_keep(stacked):
     params, x, needs = repeat.init(cfg, key=random.key(0)), torch.zeros(8, 16), lora_needs(cfg)
     for one in fit(repeat, cfg, x, 10**9, needs=needs).tried:
         kept = with_policy(repeat, one.policy).fwd(params, x, cfg, needs=needs)[1]
-        assert report(kept, params).kept_bytes == one.kept_bytes, one.name
+        assert report(kept, params, x).kept_bytes == one.kept_bytes, one.name
 
 
 @pytest.mark.parametrize("weights_on", ["output", "input"])
@@ -199,4 +206,81 @@ def test_experts_in_steps_keep_what_their_chain_keeps(weights_on):
     for needs in (Needs.ALL, Needs(x=("0",), params=("down",))):
         for one in fit(expert_steps, cfg, (w, x, indices), 10**9, needs=needs).tried:
             kept = with_policy(expert_steps, one.policy).fwd(params, (w, x, indices), cfg, needs=needs)[1]
-            assert report(kept, params).kept_bytes == one.kept_bytes, (needs, one.name)
+            assert report(kept, params, (w, x, indices)).kept_bytes == one.kept_bytes, (needs, one.name)
+
+
+def layered():
+    """Models with ids, positions, labels and keys, and with layers of every kind."""
+    decoder = models.DecoderConfig(
+        vocab=32,
+        dim=16,
+        layers=7,
+        heads=2,
+        kv_heads=1,
+        head_size=8,
+        hidden=24,
+        context=6,
+        windows=(None, 4, 4, 4, 4, None, None),
+        rope=RopeConfig(8),
+    )
+    ids = torch.randint(32, (2, 6), generator=torch.Generator().manual_seed(0))
+    body, tanh = (
+        (skip, SkipConfig(chain, mlp_config(16, 24))),
+        ChainConfig(steps=(Step("up", linear, LinearConfig(16, 16)), Step("act", activation, ActivationConfig(kind="tanh")))),
+    )
+    rows = torch.randn(2, 6, 16)
+    gpt2 = gpt2_block_config(16, 2, 24, 0.1)
+    two = ChainConfig(
+        steps=(
+            Step("stem", linear, LinearConfig(16, 16)),
+            Step("first", repeat, RepeatConfig(*body, 6)),
+            Step("between", linear, LinearConfig(16, 16)),
+            Step("last", repeat, RepeatConfig(repeat, RepeatConfig(chain, tanh, 3), 5)),
+        )
+    )
+    return {
+        "decoder": (chain, models.decoder(decoder, loss=True), models.decoder_x(decoder, ids, torch.float32, labels=ids)),
+        "gpt-2": (repeat, RepeatConfig(chain, gpt2, 9), WithExtras(rows, {"key": random.key(3)})),
+        "stacked": (repeat, RepeatConfig(*body, 8, stacked=True), rows),
+        "two": (chain, two, rows),
+        "shared": (repeat, RepeatConfig(chain, tanh, 6), rows),
+        "three": (repeat, RepeatConfig(*body, 3), rows),
+    }
+
+
+@pytest.mark.parametrize("name", layered())
+def test_a_budget_is_the_bytes_of_a_report(name):
+    """Of drawn budgets: what is picked keeps what a report says, within the budget, and no policy that fits recomputes less."""
+    (op, cfg, x), rng = layered()[name], pyrandom.Random(name)
+    params, by_layers = op.init(cfg, key=random.key(0), dtype=torch.float32), 0
+    sizes = [one.kept_bytes for one in fit(op, cfg, x, 10**9).tried]
+    y, plainly = op.fwd(params, x, cfg)
+    dy = torch.ones_like(y)
+    wanted = op.bwd(plainly, dy, cfg)
+    for draw in range(4):
+        budget = rng.randint(min(sizes), max(sizes))
+        fitted = fit(op, cfg, x, max(budget, 1))
+        residuals = fitted.op.fwd(params, x, cfg)[1]
+        assert report(residuals, params, x).kept_bytes == fitted.picked.kept_bytes <= max(budget, 1), fitted.picked
+        same_bits(fitted.op.bwd(residuals, dy, cfg), wanted, fitted.picked.name)
+        for one in fitted.tried if draw == 0 else ():
+            kept = report(with_policy(op, one.policy).fwd(params, x, cfg)[1], params, x).kept_bytes
+            assert kept == one.kept_bytes, one.name
+            assert kept > budget or one.extra_flops >= fitted.picked.extra_flops, one.name
+        by_layers += any(part.isdigit() or "-" in part for glob, _ in fitted.picked.policy.rules for part in glob.split("."))
+    assert by_layers or name in ("three", "shared")
+
+
+def test_fit_takes_layers_between_two_policies():
+    """The fewest layers whose MLPs run again, where the MLPs of all layers would be 24 % more work."""
+    cfg = RepeatConfig(chain, LLAMA[0], 12)
+    x = made("llama")[2]
+    tried = {one.name: one for one in fit(repeat, cfg, x, 10**9).tried}
+    every, none = tried["recompute *.attn"], tried["recompute_elementwise"]
+    for count in range(1, 12):
+        saved = (none.kept_bytes - every.kept_bytes) // 12
+        budget = none.kept_bytes - saved * count
+        picked = fit(repeat, cfg, x, budget).picked
+        layers = "0" if count == 1 else f"0-{count - 1}"
+        assert (picked.name, picked.kept_bytes) == (f"recompute {layers}.attn", budget)
+        assert picked.extra_flops == pytest.approx(count * every.extra_flops / 12)

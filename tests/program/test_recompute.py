@@ -266,7 +266,7 @@ def test_kept_bytes_of_policies():
     params, x = chain.init(cfg, key=random.key(0)), torch.randn(7, D)
     for one in fit(chain, cfg, x, 10**9).tried:
         kept = with_policy(chain, one.policy).fwd(params, x, cfg)[1]
-        assert report(kept, params).kept_bytes == one.kept_bytes, one.name
+        assert report(kept, params, x).kept_bytes == one.kept_bytes, one.name
     sizes = [
         report(with_policy(chain, p).fwd(params, x, cfg)[1], params, x).kept_bytes for p in ("save_all", "recompute_elementwise")
     ]

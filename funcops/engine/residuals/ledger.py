@@ -7,6 +7,7 @@ from typing import Any
 
 from funcops.engine.contract.schema import Donated
 from funcops.engine.errors import LedgerError, size_of
+from funcops.engine.residuals.report import storages
 from funcops.engine.trees import tensors
 
 __all__ = ["Ledger"]
@@ -46,9 +47,11 @@ class Ledger:
         """Store a tree under a new path. Raises `LedgerError` for a path that was used before."""
         if path in self._waiting or path in self._taken:
             raise LedgerError(f"Ledger: {path} must be kept once, got it again")
-        storages = {key: size for key, size in _storages(tree).items() if key not in self._besides}
-        self._waiting[path] = tree, storages
-        for key, size in storages.items():
+        own = {
+            key: size for key, size in storages(tree._node if type(tree) is Donated else tree).items() if key not in self._besides
+        }
+        self._waiting[path] = tree, own
+        for key, size in own.items():
             self._users[key] += 1
             if self._users[key] == 1:
                 self.nbytes += size
@@ -59,9 +62,9 @@ class Ledger:
         if path not in self._waiting:
             state = "taken already" if path in self._taken else "never kept"
             raise LedgerError(f"Ledger: {path} must be waiting, got one {state}")
-        tree, storages = self._waiting.pop(path)
+        tree, own = self._waiting.pop(path)
         self._taken.add(path)
-        for key, size in storages.items():
+        for key, size in own.items():
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key]
@@ -76,7 +79,7 @@ class Ledger:
     @property
     def sizes(self) -> dict[str, int]:
         """The bytes of each tree that waits, by path; storages that several share count for each."""
-        return {path: sum(storages.values()) for path, (_, storages) in self._waiting.items()}
+        return {path: sum(own.values()) for path, (_, own) in self._waiting.items()}
 
     def close(self) -> None:
         """Raise `LedgerError` with the paths of the trees that were never taken, if any."""
@@ -107,11 +110,3 @@ class Ledger:
 
     def __repr__(self) -> str:
         return f"Ledger({len(self)} waiting, {size_of(self.nbytes)})"
-
-
-def _storages(tree: Any) -> dict[int, int]:
-    found = {}
-    for t in tensors(tree._node if type(tree) is Donated else tree):
-        storage = t.untyped_storage()
-        found[storage._cdata] = storage.nbytes()
-    return found

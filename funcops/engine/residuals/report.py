@@ -13,7 +13,7 @@ from funcops.engine.errors import describe, fail, join_path, require_count, requ
 from funcops.engine.residuals.forms import has_form
 from funcops.engine.trees import paths, tensors
 
-__all__ = ["Report", "kept_values", "report", "storage_of"]
+__all__ = ["Report", "kept_values", "report", "storage_of", "storages"]
 
 
 class Layers(NamedTuple):
@@ -216,7 +216,7 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
                 owners.setdefault(storage_of(t), join_path(name, path))
     rows, aliased = [], 0
     for path, value, phases in kept_values(residuals):
-        parts = {storage_of(t): t.untyped_storage().nbytes() for t in tensors(value)}
+        parts = storages(value)
         own = {storage: size for storage, size in parts.items() if storage not in owners}
         aliased += sum(parts.values()) - sum(own.values())
         shape, dtype = (value.shape, short(value.dtype) if isinstance(value, Tensor) else value.form)
@@ -262,6 +262,11 @@ def storage_of(t: Tensor) -> int:
     """The identity of a tensor's storage, which it shares with its views."""
     # not the address of the data, which is 0 for every tensor on the meta device
     return t.untyped_storage()._cdata
+
+
+def storages(tree: Any) -> dict[int, int]:
+    """The bytes of the storages of a tree's tensors."""
+    return {storage_of(t): int(t.untyped_storage().nbytes()) for t in tensors(tree)}
 
 
 def _tokens(x: Any) -> int | None:
