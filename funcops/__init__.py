@@ -21,8 +21,8 @@ NAME_wgrad (also NAME.config, NAME.init, NAME.fwd and so on; help(NAME) shows it
 Ops of ops           Op, remat, with_policy, op_from_torch, op_from_module (TorchConfig), stages_from_module;
                      walk, rewrite (Part)
 Requested gradients  Needs
-Residuals            report, diff, quantization_report, donate, pack, unpack, Ledger,
-                     checking
+Residuals            report, diff, quantization_report, donate, pack, unpack, Ledger, checking,
+                     without_params, with_params
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
 Profiles             profile (Profile), named_steps, named_scope
@@ -165,6 +165,8 @@ if _TYPE_CHECKING:  # extensions, which are imported at their first use
     from funcops.memory.fit import fit as fit
     from funcops.memory.policy import with_policy as with_policy
     from funcops.memory.remat import remat as remat
+    from funcops.memory.saveable import with_params as with_params
+    from funcops.memory.saveable import without_params as without_params
 
 __version__ = "0.2.0"
 
@@ -198,7 +200,9 @@ _LATER = {  # names of extensions, and where they are
     "quantization_report": "low_precision.report",
     "remat": "memory.remat",
     "stages_from_module": "adapters.from_function",
+    "with_params": "memory.saveable",
     "with_policy": "memory.policy",
+    "without_params": "memory.saveable",
 }
 _PUBLIC = [*_LATER]
 _PUBLIC += [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]

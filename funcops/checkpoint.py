@@ -183,7 +183,7 @@ def load(path: str | os.PathLike[str], like: T, *, verify: bool | None = None) -
         require_flag("load", verify=verify)
     with _opened("load", path, verify) as file:
         _compare("load", path, file, wanted)
-        return tree_map_with_path(lambda name, t: None if t is None else _read(file, name, t), like)
+        return tree_map_with_path(lambda name, t: t if wanted[name] is None else _read(file, name, t), like)
 
 
 def _compare(where: str, path: Any, file: Any, wanted: Mapping[str, Any]) -> None:
@@ -226,6 +226,8 @@ def _read(file: Any, name: str, like: Tensor) -> Tensor:
 
 def _named(where: str, name: str, tree: Any) -> dict[str, Any]:
     found = _by_path(where, name, tree, error=CheckpointError)
+    # what stands for a tensor that is elsewhere, as in residuals without params
+    found = {path: None if getattr(t, "holds_nothing", False) else t for path, t in found.items()}
     for path, t in found.items():
         if t is not None and not isinstance(t, Tensor):
             raise CheckpointError(f"{where}: {name}.{path} must be a tensor or None, got {describe(t)}")

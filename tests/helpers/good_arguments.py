@@ -57,6 +57,9 @@ def kept() -> Any:
     return linear.fwd(params(), x(), CFG)[1]
 
 
+PARAMS = params()
+
+
 def pending() -> Any:
     return linear.dgrad(kept(), x(), CFG)[1]
 
@@ -135,6 +138,17 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "remat": Row(lambda: {"op": linear, "offload": True}),
     "value_and_grad": Row(lambda: {"op": linear, "x": True, "has_aux": True, "losses": ("loss",), "needs": Needs.ALL}),
     "vjp": Row(lambda: {"op": linear, "params": params(), "x": x(), "cfg": CFG, "needs": Needs.ALL}),
+    "without_params": Row(
+        lambda: {"kept": linear.fwd(PARAMS, x(), CFG)[1], "params": PARAMS, "digest": True},
+        accepts={
+            ("kept", "None"): "nothing was kept",
+            ("params", "LinearParams(weight=float32[4, 4], bias=complex64[4])"): "the bias is not in the residuals",
+        },
+    ),
+    "with_params": Row(
+        lambda: {"kept": funcops.without_params(linear.fwd(PARAMS, x(), CFG)[1], PARAMS), "params": PARAMS},
+        accepts={("kept", "None"): "nothing was kept"},
+    ),
     "with_policy": Row(lambda: {"op": chain, "policy": "minimal"}),
     "walk": Row(lambda: {"cfg": CHAIN, "op": chain, "path": "model", "layers": True}, accepts=ROOT),
     "rewrite": Row(lambda: {"cfg": CHAIN, "fn": lambda part: None, "op": chain, "path": "model"}, accepts=ROOT),

@@ -181,6 +181,7 @@ class ParamStandIn:
 
     __slots__ = ("layout", "leaf", "part")
     _version: ClassVar[tuple[()]] = ()  # without a tensor that could be written to
+    holds_nothing: ClassVar[bool] = True  # for a checkpoint
 
     def __init__(self, leaf: int, layout: Layout | None, part: int = 0) -> None:
         self.leaf, self.layout, self.part = leaf, layout, part
