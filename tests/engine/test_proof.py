@@ -56,7 +56,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    assert alone(tmp_path, COPIED["engine"], code) == "Compress: codec must be one of bf16, int8, got 'fp8'\n"
+    assert alone(tmp_path, COPIED["engine"], code) == "Compress: codec must be one of bf16, got 'fp8'\n"
 
 
 LAWS = """

@@ -250,7 +250,7 @@ def layered():
 
 @pytest.mark.parametrize("name", layered())
 def test_a_budget_is_the_bytes_of_a_report(name):
-    """Of drawn budgets: what is picked keeps what a report says, within the budget, and no policy that fits recomputes less."""
+    """Under drawn budgets the pick keeps what a report says, within the budget, and no policy that fits recomputes less."""
     (op, cfg, x), rng = layered()[name], pyrandom.Random(name)
     params, by_layers = op.init(cfg, key=random.key(0), dtype=torch.float32), 0
     sizes = [one.kept_bytes for one in fit(op, cfg, x, 10**9).tried]

@@ -55,7 +55,7 @@ MODELS = {
     "remat": (chain, ChainConfig(steps=(Step("a", remat(chain), MLP), Step("b", linear, LinearConfig(8, 8)))), X),
     "shared": (chain, ChainConfig(steps=(Step("n", rms_norm, RMSNormConfig(8)), Step("m", skip, SkipConfig(chain, MLP)))), X),
 }
-ACTIONS = (Save(), Recompute(), Offload(), Compress("int8"), Drop())
+ACTIONS = (Save(), Recompute(), Offload(), Compress("int8"), Compress("int8") | Offload(), Drop())
 
 
 @pytest.fixture
@@ -247,3 +247,38 @@ def test_fields_that_hold_one_tensor_hold_one_form(name, rules, device):
     assert len(held) == 1 and fields >= {path for path in rules if "*" not in path and Recompute() != rules[path]}
     dx, pending = under.dgrad(kept, torch.ones_like(y), cfg)
     same_bits((under.wgrad(pending, cfg), dx), under.bwd(kept, torch.ones_like(y), cfg), "halves")
+
+
+CODECS = ("bf16", "fp8", "mxfp8", "int8")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", ["mlp", "llama", "layers", "shared"])
+def test_a_codec_and_a_place_compose(name, codec, device):
+    """The bits and bytes of the codec alone, in the host's memory; in either order, packed at once or one after the other."""
+    op, cfg, x = MODELS[name]
+    params = op.init(cfg, key=random.key(0))
+    alone, both = Compress(codec), Compress(codec) | Offload()
+    assert both == Offload() | Compress(codec) != alone and str(both) == f"Compress(codec='{codec}') | Offload()"
+    kept, host = (
+        with_policy(op, Policy({"*.x": action, "*.q": action, "*.y": action}, optional=True)).fwd(params, x, cfg)[1]
+        for action in (alone, both)
+    )
+    rows = [report(one, params).rows for one in (kept, host)]
+    changed = [(a, b) for a, b in zip(*rows, strict=True) if a != b]
+    assert all(b == a._replace(dtype=f"{codec} on the host") and a.dtype == codec for a, b in changed) and changed
+    y, plain = op.fwd(params, x, cfg)
+    dy = torch.ones_like(y)
+    want = op.bwd(unpack(pack(plain, alone)), dy, cfg)
+    for packed in (pack(plain, both), pack(pack(plain, alone), Offload())):
+        assert {row.dtype for row in report(packed).rows if codec in row.dtype} <= {f"{codec} on the host"}
+        same_bits(op.bwd(unpack(packed), dy, cfg), want, str(both))
+
+
+def test_only_a_codec_and_a_place_compose():
+    for other in (Save(), Recompute(), Drop(), Compress("bf16"), "host"):
+        with pytest.raises(TypeError, match=r"Compress: \| place must be Offload, got "):
+            Compress("fp8") | other
+    op, cfg, x = MODELS["llama"]
+    with pytest.raises(ValueError, match="a step itself takes only Save, Recompute and Offload"):
+        with_policy(op, Policy({"mlp.act": Compress("fp8") | Offload()})).init(cfg, device="meta")

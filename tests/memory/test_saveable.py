@@ -169,7 +169,7 @@ def test_residuals_of_a_decoder_with_joined_loss():
 
 
 def test_weights_in_one_memory():
-    """Of three weights that share a storage each is known by its place in it."""
+    """Each of three weights that share a storage is known by its place in it."""
     cfg = block_config(D, 2, 24)
     params = fused.pack_qkv(chain.init(cfg, key=random.key(0)), cfg)
     assert check(chain, params, WithExtras(torch.randn(2, 4, D), dict(PLACES)), cfg)

@@ -342,8 +342,9 @@ class Moved(NamedTuple):
             dropped = not kept and _holes(value)  # a field that no requested gradient needs
             if forms and len(kept) != len(forms) and not dropped:
                 expected = f"{forms[0].said(forms[0])}, as" if len(forms) == 1 and forms[0] else f"{len(forms)} leaves, as"
-                odd = [describe(leaf) for leaf in kept.values() if not isinstance(leaf, Tensor) and not _stands_for_a_tensor(leaf)]
-                found = name, f"{expected} the forward kept", f"{(odd or [f'{len(kept)} leaves'])[0]}. {_BACK}", TypeError
+                # a stand-in describes itself
+                got = next((describe(leaf) for leaf in kept.values() if _form(leaf) is None), f"{len(kept)} leaves")
+                found = name, f"{expected} the forward kept", f"{got}. {_BACK}", TypeError
                 break
             pairs = [(path, form, leaf) for (path, leaf), form in zip(kept.items(), forms, strict=False)]
             rows += [(join_path(name, path), form, leaf) for path, form, leaf in pairs if form and not _stood_in(leaf)]
@@ -368,8 +369,10 @@ def _unlike(rows: list[tuple[str, Form, Any]]) -> tuple[str, str, str, type[Exce
         wanted = form.at(got.device) if got is not None and moved else form
         if got is None or not wanted.fits(got):
             error = TypeError if got is None or got.dtype is not form.dtype else ValueError
-            odd = next((part for part in leaves(leaf) if part is not None and not isinstance(part, Tensor)), leaf)
-            expected, said = (form.said(form), describe(odd)) if got is None else (form.said(got), got.said(form))
+            odd = [part for part in (*leaves(leaf), leaf) if part is not None and not isinstance(part, Tensor)]
+            expected, said = (
+                (form.said(form), describe(odd[0] if odd else leaf)) if got is None else (form.said(got), got.said(form))
+            )
             return path, f"{expected}, as the forward kept it", f"{said}. {_BACK}", error
     return None
 

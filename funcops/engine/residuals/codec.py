@@ -39,18 +39,8 @@ class Codec(NamedTuple):
     block: int = 0
 
 
-def _int8(t: Tensor) -> Parts:
-    wide = t.float()
-    # `amax` refuses rows without elements
-    amax = wide.abs().amax(-1, keepdim=True) if t.numel() else wide.new_ones((*t.shape[:-1], 1))
-    scale = (amax / 127.0).clamp(min=2.0**-149)  # NaN for a row with a NaN, so that its codes decode to NaN
-    return (wide / scale).round().clamp(-127, 127).to(torch.int8), scale  # beyond 127 where a small scale was rounded down
-
-
-CODECS = {  # those whose arithmetic is kernels are registered by `funcops.library.formats.codecs`
-    "bf16": Codec("bf16", lambda t: (t.to(torch.bfloat16),), lambda parts, dtype: parts[0].to(dtype)),
-    "int8": Codec("int8", _int8, lambda parts, dtype: (parts[0].float() * parts[1]).to(dtype)),
-}
+# those with scales are registered by `funcops.library.formats.codecs`
+CODECS = {"bf16": Codec("bf16", lambda t: (t.to(torch.bfloat16),), lambda parts, dtype: parts[0].to(dtype))}
 
 
 def codec(where: str, name: str) -> Codec:

@@ -70,7 +70,8 @@ class Packed:
     @property
     def form(self) -> str:
         """The name of the form in a report."""
-        return self.action.codec if isinstance(self.action, Compress) else f"{short(self.dtype)} on the host"
+        name = str(self.action.codec) if isinstance(self.action, Compress) else short(self.dtype)
+        return name + " on the host" * (isinstance(self.action, Offload) or type(self.parts[0]) is Packed)
 
 
 def has_form(value: Any) -> bool:
@@ -111,9 +112,11 @@ def to_form(t: Any, action: Action) -> Any:
     form of its own, which is already in few bits, is not compressed."""
     if isinstance(action, Drop):
         return None
+    if isinstance(action, Compress) and isinstance(action, Offload):  # the parts of the form have a form of their own
+        return to_form(to_form(t, Compress(action.codec)), Offload())
     if not isinstance(t, Tensor):
-        low = has_form if isinstance(action, Compress) else None
-        return tree_map(lambda one: to_form(one, action) if isinstance(one, Tensor) else one, t, is_leaf=low)
+        in_bits = has_form if isinstance(action, Compress) else None
+        return tree_map(lambda one: to_form(one, action) if isinstance(one, Tensor) else one, t, is_leaf=in_bits)
     compress = isinstance(action, Compress) and smaller(action.codec, t)
     if not compress and not (isinstance(action, Offload) and copies.leaves(t)):
         return t
@@ -129,22 +132,28 @@ def to_form(t: Any, action: Action) -> Any:
         # both fill the same range of the storage, so one is a view of the other's elements
         same = found.layout.offset == layout.offset and torch.Size(found.layout.shape).numel() == t.numel()
         if same and found.layout.dense and layout.dense:
-            form = found.form
-            return dataclasses.replace(form, shape=t.shape, view=(found.layout, layout))
+            return dataclasses.replace(found.form, shape=t.shape, view=(found.layout, layout))
     form = _packed(t, action)
     known[key] = _Known(weakref.ref(storage), version(t), layout, form)
     return form
 
 
 def _packed(t: Tensor, action: Action) -> Packed:
-    parts = codec("pack", action.codec).encode(t) if isinstance(action, Compress) else (copies.on_host(t),)
-    return Packed(parts, action=action, shape=t.shape, dtype=t.dtype, device=t.device, view=None)
+    return Packed(
+        codec("pack", action.codec).encode(t) if isinstance(action, Compress) else (copies.on_host(t),),
+        action=action,
+        shape=t.shape,
+        dtype=t.dtype,
+        device=t.device,
+        view=None,
+    )
 
 
 def in_blocks(value: Any) -> bool:
     """Whether `value` is a whole tensor as codes with one scale per block, which a kernel can read without `from_form`: see
     `block_of`."""
-    return type(value) is Packed and isinstance(value.action, Compress) and value.view is None and block_of(value) > 0
+    codes = type(value) is Packed and isinstance(value.action, Compress) and isinstance(value.parts[0], Tensor)
+    return codes and value.view is None and block_of(value) > 0
 
 
 def block_of(value: Packed) -> int:
@@ -158,10 +167,9 @@ def from_form(value: Any) -> Any:
         return value
     if type(value) is not Packed:
         return tree_map(lambda one: from_form(one) if type(one) is Packed else one, value, is_leaf=lambda one: type(one) is Packed)
-    if isinstance(value.action, Compress):
-        t = codec("unpack", value.action.codec).decode(value.parts, value.dtype)
-    else:
-        t = copies.on_device(value.parts[0], value.device)
+    parts = tuple([from_form(part) for part in value.parts])  # which may be packed in turn
+    coded = isinstance(value.action, Compress)
+    t = codec("unpack", value.action.codec).decode(parts, value.dtype) if coded else copies.on_device(parts[0], value.device)
     if value.view is None:
         return t
     of, layout = value.view

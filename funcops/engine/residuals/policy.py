@@ -77,7 +77,7 @@ class Offload:
 @dataclasses.dataclass(frozen=True)
 class Compress:
     """Keep the tensor in fewer bytes, by codec "bf16", "fp8" (blocks of 128), "mxfp8" (blocks of 32) or "int8";
-    `funcops.engine.residuals.codec` states their errors.
+    `funcops.engine.residuals.codec` states their errors. `Compress(codec) | Offload()` keeps these bytes in the host's memory.
 
     >>> import torch
     >>> from funcops import Compress, Policy, SoftcapConfig, report, softcap, with_policy
@@ -96,6 +96,18 @@ class Compress:
 
     def __post_init__(self) -> None:
         codec("Compress", self.codec)
+
+    def __or__(self, place: Offload) -> Compress:
+        require_type("Compress", "| place", place, Offload)
+        return _CompressOffload(self.codec)
+
+    __ror__ = __or__
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _CompressOffload(Compress, Offload):
+    def __repr__(self) -> str:
+        return f"Compress(codec={self.codec!r}) | Offload()"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,13 +172,12 @@ class Policy:
 
     def rule_for(self, path: str, waits: bool = False) -> int | None:
         """The index of the last matching rule."""
-        found = [i for i in range(len(self.rules)) if self.applies(i, path, waits)]
-        return found[-1] if found else None
+        return max([i for i in range(len(self.rules)) if self.applies(i, path, waits)], default=None)
 
     def applies(self, rule: int, path: str, waits: bool = False) -> bool:
         """Whether a rule is one for the path: `Save` and `Offload` of a step are rules for every field in it, too."""
         pattern, action = self.rules[rule]
-        return means(pattern, path, waits) or (isinstance(action, Save | Offload) and not waits and means(f"{pattern}.*", path))
+        return means(pattern, path, waits) or (type(action) in (Save, Offload) and not waits and means(f"{pattern}.*", path))
 
 
 @functools.lru_cache(maxsize=1 << 15)
@@ -195,5 +206,4 @@ POLICIES = {  # those whose codecs the formats register are registered there, to
     "recompute_elementwise": Policy(),
     "minimal": Policy(blocks="inputs"),
     "offload_block_inputs": Policy(blocks="offloaded"),
-    "compress_int8": compressed("int8"),
 }

@@ -211,17 +211,16 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
     owners: dict[int, str] = {}
     for name, tree in (("params", params), ("x", x)):
         for path, value in _values(tree):
-            for t in tensors(value):
-                # params are asked before x, so a weight that is in both is shown as the weight
-                owners.setdefault(storage_of(t), join_path(name, path))
+            # params are asked before x, so a weight that is in both is shown as the weight
+            owners |= {storage: join_path(name, path) for storage in storages(value) if storage not in owners}
     rows, aliased = [], 0
     for path, value, phases in kept_values(residuals):
         parts = storages(value)
         own = {storage: size for storage, size in parts.items() if storage not in owners}
         aliased += sum(parts.values()) - sum(own.values())
-        shape, dtype = (value.shape, short(value.dtype) if isinstance(value, Tensor) else value.form)
+        dtype = short(value.dtype) if isinstance(value, Tensor) else value.form
         owner = "" if own else next((owners[storage] for storage in parts), "")
-        rows.append(Row(path, tuple(shape), dtype, sum(own.values()), owner, phases))
+        rows.append(Row(path, tuple(value.shape), dtype, sum(own.values()), owner, phases))
         owners.update(dict.fromkeys(own, path))
     return Report(rows, aliased, tokens if tokens is not None else _tokens(x), expand)
 

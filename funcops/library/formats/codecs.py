@@ -1,4 +1,4 @@
-"""The codecs of policies that keep e4m3 in blocks: `funcops.engine.residuals.codec` states their errors."""
+"""The codecs of policies that keep scales, as int8 and e4m3 in blocks: `funcops.engine.residuals.codec` states their errors."""
 
 from __future__ import annotations
 
@@ -29,5 +29,14 @@ def _blocks(width: int) -> tuple[Callable[[Tensor], Parts], Callable[[Parts, tor
     return encode, decode
 
 
+def _int8(t: Tensor) -> Parts:
+    wide = t.float()
+    # `amax` refuses rows without elements
+    amax = wide.abs().amax(-1, keepdim=True) if t.numel() else wide.new_ones((*t.shape[:-1], 1))
+    scale = (amax / 127.0).clamp(min=2.0**-149)  # NaN for a row with a NaN, so that its codes decode to NaN
+    return (wide / scale).round().clamp(-127, 127).to(torch.int8), scale  # beyond 127 where a small scale was rounded down
+
+
+CODECS["int8"] = Codec("int8", _int8, lambda parts, dtype: (parts[0].float() * parts[1]).to(dtype))
 CODECS |= {name: Codec(name, *_blocks(width), block=width) for name, width in (("fp8", 128), ("mxfp8", 32))}
-POLICIES["compress_fp8"] = compressed("fp8")
+POLICIES |= {f"compress_{name}": compressed(name) for name in ("int8", "fp8")}
