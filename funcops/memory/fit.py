@@ -23,12 +23,13 @@ from funcops.engine.contract.op import Op, wrap
 from funcops.engine.contract.walk import Inside, Part, nested, rewrite
 from funcops.engine.errors import in_html, join_path, on_screen, require, require_dtype, require_type, size_of
 from funcops.engine.program.values import abstract_params
-from funcops.engine.residuals.policy import POLICIES, Policy, Recompute
+from funcops.engine.residuals.forms import to_form
+from funcops.engine.residuals.policy import POLICIES, Action, Compress, Policy, Recompute
 from funcops.engine.residuals.report import kept_values, storages
 from funcops.engine.trees import fake, tensors, tree_map, tree_map_tensors
 from funcops.library.formats.working import working_like
 from funcops.memory.layers import named_layers
-from funcops.memory.parts import LeafPart, has_parts, leaves_of
+from funcops.memory.parts import LeafPart, actions_of, has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
 from funcops.memory.remat import is_remat
 
@@ -53,13 +54,14 @@ MOST_PARTS = 6  # every subset of these is tried
 
 
 class Tried(NamedTuple):
-    """A policy, the bytes that it keeps, and its extra floating-point operations in matrix products, as a share of a forward and
-    backward without recomputation."""
+    """A policy, the bytes that it keeps, and what it costs: its extra floating-point operations in matrix products, as a share of a
+    forward and backward without recomputation, and the bytes of the tensors that a codec rounds."""
 
     name: str
     policy: Policy
     kept_bytes: int
     extra_flops: float
+    rounded_bytes: int = 0
 
 
 class Fitted(NamedTuple):
@@ -78,21 +80,32 @@ class Fitted(NamedTuple):
     def __str__(self) -> str:
         lines = [
             f"{'>' if one is self.picked else ' '} {one.name:<40} {size_of(one.kept_bytes):>12}  "
-            f"{100 * one.extra_flops:5.1f} % more work"
+            f"{100 * one.extra_flops:5.1f} % more work" + f", rounds {size_of(one.rounded_bytes)}" * bool(one.rounded_bytes)
             for one in self.tried
         ]
         return "\n".join(lines)
 
 
-def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = None, needs: Needs = Needs.ALL) -> Fitted:
+def fit(
+    op: Op,
+    cfg: Any,
+    x: Any,
+    budget: int,
+    *,
+    dtype: torch.dtype | None = None,
+    needs: Needs = Needs.ALL,
+    codecs: tuple[str, ...] = (),
+) -> Fitted:
     """Find the policy that recomputes least and keeps at most `budget` bytes between forward and backward, for inputs like x. The
     bytes are `report(residuals, params, x).kept_bytes`: params and x, which the caller holds, do not count.
 
     It tries the lossless presets, every subset of a block's parts to recompute, and of the cheapest two between which the budget
-    lies, one for the first layers of the repeats and the other for the rest. No policy rounds anything. Nothing runs: one forward
-    and backward, with four layers per repeat, is traced on shapes alone, and the bytes of each policy are counted from that. So the
+    lies, one for the first layers of the repeats and the other for the rest. Nothing runs: one forward and
+    backward, with four layers per repeat, is traced on shapes alone, and the bytes of each policy are counted from that. So the
     time does not depend on depth, unless `needs` names layers, and hardly on the number of policies. `dtype`: the dtype of the
     params, by default x's, or torch's if x has no floats. `needs`: the gradients that the training step asks of the forward.
+    `codecs`: the codecs of `Compress` that policies may use for activations; by default no policy rounds anything. Of policies that
+    recompute as much, the one that rounds least is picked.
 
     Of an op that `op_from_module` made, it bisects over the products of the graph for x, in the order of operations per byte, and
     each layer is computed again from its own input if that fits. An x of other shapes than the example's must have values, as the
@@ -119,14 +132,19 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     require_dtype("fit", dtype)
     require(isinstance(budget, int) and budget is not True and budget > 0, "fit", "budget", "a positive number of bytes", budget)
     require_type("fit", "needs", needs, Needs)
+    require_type("fit", "codecs", codecs, tuple)
+    rounding = {name: Compress(name) for name in codecs}  # raises for an unknown name
     if op.named is None:
-        followed, options = _follow(op, cfg, x, dtype, needs), list(_candidates(*_short(op, cfg, False)))
+        followed, options = _follow(op, cfg, x, dtype, needs), list(_candidates(*_short(op, cfg, False), rounding))
         tried = [Tried(one.name, one.policy, *followed.under(one.held)) for one in options]
-        tried += _between(followed, options, tried, budget)
+        tried = [one for one in tried if one.rounded_bytes or not one.policy.optional] + [
+            *_between(followed, options, tried, budget)
+        ]
     else:
         require(dtype is None, "fit", "dtype", "None, as a module's params have their own", dtype)
+        require(not codecs, "fit", "codecs", "(), as the policies for a traced module round nothing", codecs)
         tried = [Tried(_titled(policy), policy, *cost) for policy, *cost in op.named.plans(x, cfg, needs, budget, _flops)]
-    tried.sort(key=lambda one: (one.extra_flops, -one.kept_bytes))
+    tried.sort(key=lambda one: (one.extra_flops, one.rounded_bytes, -one.kept_bytes))
     within = [one for one in tried if one.kept_bytes <= budget]
     least = min(tried, key=lambda one: one.kept_bytes)
     wanted = f"at least {least.kept_bytes:,} bytes ({size_of(least.kept_bytes)}, policy {least.name}, the least of those tried)"
@@ -159,7 +177,17 @@ class Option(NamedTuple):
     parts: frozenset[str] | None = None
 
 
-def _candidates(op: Op, cfg: Any) -> Iterator[Option]:
+def _candidates(op: Op, cfg: Any, rounding: dict[str, Compress]) -> Iterator[Option]:
+    lossless = list(_lossless(op, cfg))
+    yield from lossless
+    for codec, action in rounding.items():
+        for name, parts in [(one.name, one.parts) for one in lossless if one.parts is not None]:
+            again = {path: Recompute() for path in sorted(parts)}
+            policy = Policy({"*[xqkvy]": action, **again}, optional=True)  # activations, as in the preset
+            yield Option(f"{name}, " * bool(parts) + f"compress_{codec}", policy, _held(*resolved(op, cfg, policy)))
+
+
+def _lossless(op: Op, cfg: Any) -> Iterator[Option]:
     steps = list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
     bodies = [path for path in steps if path.endswith("*") and path.count("*") == 1]
     by_rules = {"recompute_elementwise": frozenset[str]()}
@@ -372,10 +400,10 @@ class Followed(NamedTuple):
     rerun: frozenset[str]
     depths: dict[str, int]
 
-    def under(self, held: Held, rest: Held | None = None, count: int = 0) -> tuple[int, float]:
-        """The bytes of the held tensors, each storage once, and the floating-point operations of recomputation, as a share of all.
-        `rest`: what is held in the layers behind the first `count`."""
-        before, seen, total, more, base = dict[str, int](), set(self.owned), 0, 0, 0
+    def under(self, held: Held, rest: Held | None = None, count: int = 0) -> tuple[int, float, int]:
+        """The bytes of the held tensors, each storage once, the floating-point operations of recomputation, as a share of all, and
+        the bytes of what is rounded. `rest`: what is held in the layers behind the first `count`."""
+        before, seen, total, rounded, more, base = dict[str, int](), set[Any](self.owned), 0, 0, 0, 0
         for body, times in self.depths.items():
             before[body] = times if rest is None else min(max(count - sum(self.depths[one] for one in before), 0), times)
         rerun = [(one, self._again(one)) for one in (held, held if rest is None else rest)]
@@ -385,13 +413,12 @@ class Followed(NamedTuple):
             own, again = rerun[bool(part.layers) and not part.layers[0].first(counts[0])]
             base += times * (part.forward + part.backward)
             more += times * part.forward * any([f"{part.path}.".startswith(path) for path in again])
-            if part.path in own:
-                leaf = own[part.path]
-                dropped = leaf.dropped(part.asked[leaf.root.path if leaf.root else leaf.path]) if leaf else ()
-                kept = storages(part.x if leaf is None else [t for name, t in part.kept if name not in dropped])
-                total += times * sum([size for storage, size in kept.items() if storage not in seen])
-                seen |= kept.keys()
-        return total, (base + more) / base - 1.0 if base else 0.0
+            for action, storage, size, packed in _forms(part, own[part.path]) if part.path in own else ():
+                key = (storage, action) if action else storage  # a tensor that several fields hold is packed once
+                total += 0 if key in seen else times * packed
+                rounded += times * size if action and key not in seen else 0
+                seen.add(key)
+        return total, (base + more) / base - 1.0 if base else 0.0, rounded
 
     def _again(self, held: Held) -> list[str]:
         """The beginnings of the paths whose forward runs again."""
@@ -416,6 +443,19 @@ def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None, needs: Needs = 
                 _run.reset(token)
     depths = {part.layers[0].body: part.layers[0].times for part in run.parts if part.layers}
     return Followed(run.parts, frozenset(storages([params, given])), rerun, depths)
+
+
+def _forms(part: PartRun, leaf: LeafPart | None) -> Iterator[tuple[Action | None, int, int, int]]:
+    """For each tensor that a part holds: the codec that rounds it or None, its storage, the bytes of that, and of the form that is
+    kept."""
+    dropped = leaf.dropped(part.asked[leaf.root.path if leaf.root else leaf.path]) if leaf else ()
+    actions = actions_of(leaf.op) if leaf else {}
+    for name, t in [(name, t) for name, t in part.kept if name not in dropped] if leaf else [("", t) for t in part.x]:
+        action = actions.get(name)
+        form = to_form(t, action) if isinstance(action, Compress) else t
+        for storage, size in storages(t).items():
+            packed = size if form is t else sum(storages(form).values())
+            yield None if form is t else action, storage, size, packed
 
 
 Held = dict[str, LeafPart | None]  # by path: None for a part that keeps only its x

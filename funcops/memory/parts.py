@@ -115,7 +115,7 @@ class Holder(NamedTuple):
     value: int | None = None
 
 
-def _actions(op: Op, late: bool = False) -> dict[str, Action]:
+def actions_of(op: Op, late: bool = False) -> dict[str, Action]:
     """The actions for the saved fields of a packed op; if `late`, for the fields of its pending alone."""
     made_by: Any = getattr(op.fwd, "made_by", (None, None))
     return dict(made_by[1][1 + late]) if made_by[0] is packed else {}
@@ -124,7 +124,7 @@ def _actions(op: Op, late: bool = False) -> dict[str, Action]:
 def holders(op: Op, cfg: Any) -> Iterator[Holder]:
     """The fields of all parts, except params and fields that are recomputed or dropped."""
     for leaf in leaves_of(op, cfg):
-        actions = _actions(leaf.op)
+        actions = actions_of(leaf.op)
         for name, field, value in _values(leaf):
             action = actions.get(name)
             if not isinstance(action, Drop):
@@ -176,7 +176,7 @@ def what_is_kept(op: Op, cfg: Any) -> set[tuple[str, Action | None]]:
 
 def _waiting(op: Op, cfg: Any) -> Iterator[tuple[str, Action | None]]:
     for part in steps(cfg, op=op):  # for a remat, too: its pending is its parts' pending
-        yield from ((join_path(part.path, name), action) for name, action in _actions(part.op, late=True).items())
+        yield from ((join_path(part.path, name), action) for name, action in actions_of(part.op, late=True).items())
 
 
 def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]]:

@@ -153,7 +153,15 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "walk": Row(lambda: {"cfg": CHAIN, "op": chain, "path": "model", "layers": True}, accepts=ROOT),
     "rewrite": Row(lambda: {"cfg": CHAIN, "fn": lambda part: None, "op": chain, "path": "model"}, accepts=ROOT),
     "fit": Row(
-        lambda: {"op": linear, "cfg": CFG, "x": x(), "budget": 1000, "dtype": torch.float32, "needs": Needs.ALL},
+        lambda: {
+            "op": linear,
+            "cfg": CFG,
+            "x": x(),
+            "budget": 1000,
+            "dtype": torch.float32,
+            "needs": Needs.ALL,
+            "codecs": ("fp8",),
+        },
         {"budget": ONE},
         {("x", "float32[2, 4]"): "nothing is run"},
     ),

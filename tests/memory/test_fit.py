@@ -21,12 +21,14 @@ from funcops import (
     RopeConfig,
     SkipConfig,
     Step,
+    TorchConfig,
     WithExtras,
     activation,
     attention,
     chain,
     linear,
     models,
+    op_from_module,
     random,
     remat,
     repeat,
@@ -34,11 +36,12 @@ from funcops import (
     skip,
     with_policy,
 )
+from funcops.engine.errors import size_of
 from funcops.engine.trees import fake, tree_map_tensors
 from funcops.library.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
 from funcops.lora import lora_needs, with_lora
 from funcops.low_precision import NVFP4, Fp8Delayed, quantize_params, recipe_init, with_recipe
-from funcops.memory.fit import ON_CPU, _follow, fit
+from funcops.memory.fit import ON_CPU, Fitted, _follow, fit
 from funcops.models.blocks import gpt2_block_config, mlp_config
 from funcops.testing.checks import same_bits
 
@@ -284,3 +287,36 @@ def test_fit_takes_layers_between_two_policies():
         layers = "0" if count == 1 else f"0-{count - 1}"
         assert (picked.name, picked.kept_bytes) == (f"recompute {layers}.attn", budget)
         assert picked.extra_flops == pytest.approx(count * every.extra_flops / 12)
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "stacked", "two", "shared"])
+def test_codecs_are_tried_if_asked_with_their_costs(name):
+    op, cfg, x = layered()[name]
+    params = op.init(cfg, key=random.key(0), dtype=torch.float32)
+    lossless = fit(op, cfg, x, 10**9).tried
+    every = fit(op, cfg, x, 10**9, codecs=("int8", "bf16")).tried
+    rounding = [one for one in every if one.rounded_bytes]
+    assert not any(one.rounded_bytes for one in lossless) and len(every) == len(lossless) + len(rounding) > len(lossless)
+    plain = with_policy(op, "recompute_elementwise").fwd(params, x, cfg)[1]
+    for one in rounding:
+        kept = with_policy(op, one.policy).fwd(params, x, cfg)[1]
+        assert report(kept, params, x).kept_bytes == one.kept_bytes, one.name
+        assert one.rounded_bytes <= report(plain, params).kept_bytes and f"rounds {size_of(one.rounded_bytes)}" in str(fit_of(one))
+    budget = next(one.kept_bytes for one in every if one.name == "compress_bf16")
+    picked = fit(op, cfg, x, budget, codecs=("bf16",)).picked
+    assert picked.extra_flops == 0 and picked.kept_bytes <= budget
+
+
+def fit_of(one):
+    return Fitted(None, one, [one])
+
+
+def test_codecs_of_fit_are_checked():
+    op, cfg, x = layered()["three"]
+    with pytest.raises(ValueError, match="Compress: codec must be one of bf16, int8, fp8, mxfp8, got 'fp4'"):
+        fit(op, cfg, x, 10**9, codecs=("fp4",))
+    with pytest.raises(TypeError, match="fit: codecs must be tuple, got 'fp8'"):
+        fit(op, cfg, x, 10**9, codecs="fp8")
+    module = op_from_module(torch.nn.Linear(4, 4), torch.ones(2, 4))[0]
+    with pytest.raises(ValueError, match=r"fit: codecs must be \(\), as the policies for a traced module round nothing, got"):
+        fit(module, TorchConfig(), torch.ones(2, 4), 10**9, codecs=("fp8",))
