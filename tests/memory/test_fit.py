@@ -169,7 +169,7 @@ def test_attention_counts_on_the_cpu():
 def test_fit_counts_what_the_needs_keep_and_takes_the_dtype_of_x():
     """A step that trains the head alone keeps less; params of the dtype of a float64 x."""
     steps = (Step("body", linear, LinearConfig(16, 32)), Step("act", activation, ActivationConfig("gelu")))
-    layers = Step("layers", repeat, RepeatConfig(chain, mlp_config(32, 24), 3))
+    layers = Step("layers", repeat, RepeatConfig(chain, mlp_config(32, 24), 6))
     cfg = ChainConfig(steps=(*steps, layers, Step("head", linear, LinearConfig(32, 4))))
     x = torch.zeros(64, 16, dtype=torch.float64)
     params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
@@ -185,7 +185,7 @@ def test_fit_counts_what_the_needs_keep_and_takes_the_dtype_of_x():
 @pytest.mark.parametrize("stacked", [False, True])
 def test_fit_counts_what_frozen_layers_keep(stacked):
     """A norm keeps nothing where nothing before it learns, though the same norm of a later layer keeps its x."""
-    cfg = with_lora(RepeatConfig(chain, mlp_config(16, 24), 3, stacked=stacked), 2, ("*.up", "*.down"))
+    cfg = with_lora(RepeatConfig(chain, mlp_config(16, 24), 6, stacked=stacked), 2, ("*.up", "*.down"))
     params, x, needs = repeat.init(cfg, key=random.key(0)), torch.zeros(8, 16), lora_needs(cfg)
     for one in fit(repeat, cfg, x, 10**9, needs=needs).tried:
         kept = with_policy(repeat, one.policy).fwd(params, x, cfg, needs=needs)[1]

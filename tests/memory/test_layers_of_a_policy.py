@@ -366,3 +366,25 @@ def test_an_op_that_reruns_already_is_told_apart_by_layer():
     params, x = repeat.init(cfg, key=random.key(0)), random.normal(random.key(1), (3, D))
     op = with_policy(repeat, Policy({"1-2": Recompute()}))
     same_bits(op.bwd(op.fwd(params, x, cfg)[1], x, cfg), repeat.bwd(repeat.fwd(params, x, cfg)[1], x, cfg), "")
+
+
+ONE = LinearConfig(4, 4)
+BODIES = {
+    "a list": ([("0-2", linear, ONE)], r"a tuple of \(layers, op, cfg\), with layers such as \"0-9\""),
+    "a name": ((("x", linear, ONE),), r"a tuple of \(layers, op, cfg\)"),
+    "a number": ((3,), r"a tuple of \(layers, op, cfg\)"),
+    "no op": ((("0-2", chain, ONE), ("0", 3, ONE)), r"a tuple of \(layers, op, cfg\)"),
+    "a layer twice": ((("0-1", linear, ONE), ("1-2", linear, ONE)), "of each of 3 layers, the first with this op and cfg"),
+    "a layer too few": ((("0", linear, ONE), ("2", linear, ONE)), "of each of 3 layers"),
+    "another first body": (
+        (("0", remat(linear), ONE), ("1-2", linear, ONE)),
+        "of each of 3 layers, the first with this op and cfg",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_bodies_that_are_not_those_of_all_layers_are_refused(what):
+    bodies, message = BODIES[what]
+    with pytest.raises(ValueError, match=f"RepeatConfig: bodies must be {message}"):
+        RepeatConfig(linear, ONE, 3, bodies=bodies)

@@ -46,8 +46,8 @@ from funcops.engine.contract.configs import Replace, Width, require_config
 from funcops.engine.contract.needs import Needs, check_needs
 from funcops.engine.contract.op import Op, config, dgrad_of, init_of, make_op
 from funcops.engine.contract.schema import open_node
-from funcops.engine.contract.walk import layer_numbers
-from funcops.engine.errors import fail, join_path, require, require_type
+from funcops.engine.contract.walk import layer_numbers, layer_ranges
+from funcops.engine.errors import fail, join_path, require
 from funcops.engine.program.programs import forwards
 from funcops.engine.program.values import abstract_params, add, has_params
 from funcops.engine.residuals.nested import nested, part
@@ -76,14 +76,23 @@ class RepeatConfig(OneBody):
     def __post_init__(self) -> None:
         check_body("RepeatConfig", self.op, self.cfg)
         require(isinstance(self.times, int) and self.times >= 1, "RepeatConfig", "times", "an int of at least 1", self.times)
-        require_type("RepeatConfig", "bodies", self.bodies, tuple)
-        bodies = sorted([(i, op, cfg) for n, op, cfg in self.parts() for i in layer_numbers(n, self.times)], key=lambda one: one[0])
-        right = [i for i, *_ in bodies] == list(range(self.times)) and self.parts()[0][1:] == (self.op, self.cfg)
+        told = isinstance(self.bodies, tuple) and all(
+            [type(one) is tuple and len(one) == 3 and layer_ranges(str(one[0])) and isinstance(one[1], Op) for one in self.bodies]
+        )
+        require(told, "RepeatConfig", "bodies", 'a tuple of (layers, op, cfg), with layers such as "0-9"', self.bodies)
+        parts = [(name, (op, cfg)) for name, op, cfg in self.parts()]
+        # one pair for all layers of a body, so that a tracer guards on it once
+        bodies = sorted([(i, body) for name, body in parts for i in layer_numbers(name, self.times)], key=lambda one: one[0])
+        right = [i for i, _ in bodies] == list(range(self.times)) and parts[0][1] == (self.op, self.cfg)
         require(right, "RepeatConfig", "bodies", f"of each of {self.times} layers, the first with this op and cfg", self.bodies)
         # begun only if every layer has something to begin: a layer whose forward runs again gathers its params by itself
-        alike = len({getattr(op.prefetch, "late", None) for _, op, _ in bodies}) == 1
-        pauses = any([op.pausing is not None for _, op, _ in bodies])
-        note(self, of_layer=tuple([one[1:] for one in bodies]), ahead=self.op.prefetch if alike else None, pauses=pauses)
+        alike = len({getattr(op.prefetch, "late", None) for _, (op, _) in parts}) == 1
+        note(
+            self,
+            of_layer=tuple([body for _, body in bodies]),
+            ahead=self.op.prefetch if alike else None,
+            pauses=any([op.pausing is not None for _, (op, _) in parts]),
+        )
         note(
             self,
             extras=self.cfg.extras,
@@ -114,8 +123,12 @@ class RepeatConfig(OneBody):
         if self.times == 1:
             return width
         if first is not None and width is not None and width.size != first:
-            wanted = f"one whose y is [..., {first}], as the next layer's x"
-            fail(where, f"the body {body!r}", wanted, f"[..., {width.size}] of step {width.of!r}")
+            fail(
+                where,
+                f"the body {body!r}",
+                f"one whose y is [..., {first}], as the next layer's x",
+                f"[..., {width.size}] of step {width.of!r}",
+            )
         return self.cfg.follow(where, body, width)
 
     def abstract(self) -> Any:
