@@ -89,6 +89,7 @@ _under("torch.ops.aten._scaled_dot_product_", "efficient_attention efficient_att
 _under("torch.ops.aten._scaled_dot_product_flash_attention_", "backward for_cpu for_cpu_backward", FLASH)
 _under("torch.ops.aten.", "_softmax_backward_data", "the backward that torch.softmax itself runs; tested against the formula")
 _under("torch.ops.", "_c10d_functional", C10D)
+_under("torch.ops.aten.", "_to_copy", "the operator of every cast in a trace, compared and never called; without it casts are left")
 _under("torch.distributed.", "_functional_collectives distributed_c10d._resolve_process_group", C10D)
 _under(
     "torch._C.",

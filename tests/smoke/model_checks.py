@@ -14,11 +14,13 @@ from funcops import (
     LinearConfig,
     RopeConfig,
     RouteConfig,
+    TorchConfig,
     WithExtras,
     attention,
     chain,
     donate,
     linear,
+    op_from_module,
     random,
 )
 from funcops.adapters.graphs import graphed
@@ -173,3 +175,40 @@ def collectives_of_one_rank(on: SmokeDevice) -> Any:
     finally:
         group.destroy_process_group()
     return {"backend": "nccl" if on.real else "gloo"}
+
+
+class Mlp(torch.nn.Module):
+    """A norm and a gated MLP, as Hugging Face's Llama has them."""
+
+    def __init__(self, dim: int, device: str) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(dim, device=device, dtype=torch.bfloat16))
+        sizes = (dim, 2 * dim), (dim, 2 * dim), (2 * dim, dim)
+        self.gate, self.up, self.down = [torch.nn.Linear(*io, bias=False, device=device, dtype=torch.bfloat16) for io in sizes]
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.float()
+        n = self.weight * (n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return x + self.down(torch.nn.functional.silu(self.gate(n)) * self.up(n))
+
+
+@check
+def known_parts_of_a_module_run_by_kernels(on: SmokeDevice) -> Any:
+    """Within the rounding of bfloat16 from autograd's gradients in float32."""
+    torch.manual_seed(0)
+    dim = on.size(1024, 16)
+    model, x = Mlp(dim, on.device), on.randn(on.size(2048, 3), dim, dtype=torch.bfloat16)
+    with backend("triton"):
+        op, params = op_from_module(model, x)
+        y, residuals = op.fwd(params, x, TorchConfig())
+        dparams, dx = op.bwd(residuals, y, TorchConfig())
+    names = [str(node.target) for node in residuals.traced.graphs.forward.graph.nodes]
+    assert "funcops.rms_norm_fwd.default" in names and "funcops.glu_pair_fwd.default" in names, names
+    wide = model.float()
+    given = x.float().requires_grad_()
+    want = wide(given)
+    grads = torch.autograd.grad(want, [given, *wide.parameters()], y.float())
+    found = y, dx, *[dparams[name] for name, _ in wide.named_parameters()]
+    off = [float((a.float() - b).norm() / b.norm()) for a, b in zip(found, (want.detach(), *grads), strict=True)]
+    assert max(off) < 2**-5, off
+    return {"relative errors": off}

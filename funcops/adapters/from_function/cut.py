@@ -32,7 +32,9 @@ _CHEAP = _FILLS | set(
     "_unsafe_view native_group_norm native_batch_norm cumsum tril triu repeat max_pool2d_with_indices max_pool3d_with_indices "
     "avg_pool2d avg_pool3d _adaptive_avg_pool2d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
     "upsample_bilinear2d upsample_bicubic2d reflection_pad1d reflection_pad2d replication_pad2d pixel_shuffle pixel_unshuffle roll "
-    "flip index_select _softmax _log_softmax nll_loss_forward nll_loss2d_forward amin max min var linalg_vector_norm".split()
+    "flip index_select _softmax _log_softmax nll_loss_forward nll_loss2d_forward amin max min var linalg_vector_norm "
+    # of this library
+    "rms_norm_fwd layer_norm_fwd activation_fwd glu_fwd glu_pair_fwd modulate_fwd rope_apply cross_entropy_fwd".split()
 )
 _T = torch.ops.aten.t.default
 _RESHAPED = "_unsafe_view"  # of a result that nothing else reads

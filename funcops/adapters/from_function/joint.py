@@ -120,10 +120,10 @@ def trace(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool],
     around the call (a checkpoint's, an offload's) do not see the trace's, which would come with their changes into the graph."""
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with torch.inference_mode(False), fake, torch.enable_grad(), _hidden_from_hooks(), _NoValues(_is_real):
-            given = [_stand_in(t) for t in leaves]
+        with torch.inference_mode(False), fake, torch.enable_grad(), hidden_from_hooks(), _NoValues(_is_real):
+            given = [stand_in(t) for t in leaves]
             outputs = [Like.of(y).dense() for y in run(given)]
-            return Joint(_joint(run, given, outputs, asked, steps), tuple(outputs))
+            return Joint(joint_graph(run, given, outputs, asked, steps), tuple(outputs))
     except (DataDependentOutputException, DynamicOutputShapeException, _ReadsValues) as error:
         fail(where, "fn", "a function whose shapes and steps do not depend on values", error)
 
@@ -144,14 +144,14 @@ def trace_module(
     watch, name = watch or Steps, type(module).__name__
     steps = watch(module)
     devices = sorted({t.device.index or 0 for t in leaves if t.is_cuda})
-    with torch.inference_mode(False), torch.enable_grad(), _hidden_from_hooks(), torch.random.fork_rng(devices), _apart(module):
+    with torch.inference_mode(False), torch.enable_grad(), hidden_from_hooks(), torch.random.fork_rng(devices), _apart(module):
         with torch.no_grad():
             outputs = [Like.of(y).dense() for y in run(list(leaves))]
         try:
             with steps, _NoValues(steps.decided), _ValuesOf(steps), nullcontext() if layers is None else layers.copied():
                 if layers is not None:
                     layers.trace_one = steps.trace_layer
-                graph = _joint(run, list(leaves), outputs, asked, steps, layers)
+                graph = joint_graph(run, list(leaves), outputs, asked, steps, layers)
                 return Joint(graph, tuple(outputs), tuple(steps.constants))
         except _ReadsValues as error:
             why = f"{error}{steps.here()}"
@@ -268,7 +268,7 @@ class Steps:
         self.stack, self.seen, self.thread = [path], 0, threading.get_ident()  # a device's backward has a thread of its own
         try:
             count = len(self.constants)
-            made = _joint(run, list(leaves), dys, asked, self)
+            made = joint_graph(run, list(leaves), dys, asked, self)
             if len(self.constants) > count:
                 raise _ReadsValues("values that its equals may have otherwise")
             return made
@@ -354,7 +354,7 @@ class _ReadsValues(Exception):
     pass
 
 
-def _hidden_from_hooks() -> AbstractContextManager[Any]:
+def hidden_from_hooks() -> AbstractContextManager[Any]:
     """A block whose saved tensors active hooks do not see: hooks that change nothing take their place. Without active hooks none
     are set, as torch 2.14 cannot save a sparse fake tensor under hooks."""
     active = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -365,13 +365,13 @@ def _unchanged(t: Tensor) -> Tensor:
     return t
 
 
-def _stand_in(t: Tensor) -> Tensor:
+def stand_in(t: Tensor) -> Tensor:
     """A fake tensor with t's layout and storage offset, in its own storage, so that no two leaves look like one tensor."""
     size = t.untyped_storage().nbytes() // t.element_size()
     return torch.empty(size, dtype=t.dtype, device=t.device).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
-def _joint(
+def joint_graph(
     run: Run, given: list[Tensor], outputs: Sequence[Like], asked: Sequence[bool], steps: Steps | None = None, layers: Any = None
 ) -> fx.GraphModule:
     """The graph from (leaves, gradients of the outputs) to (outputs, gradients), without writes if torch can remove them."""
@@ -394,7 +394,17 @@ def _joint(
         layers.expand(traced, len(given))
     if steps is not None:
         steps.finish(traced)
+    _without_detached(traced, asked)
     return _without_writes(traced, [*given, *dys]) if any(writes(node) for node in traced.graph.nodes) else traced
+
+
+def _without_detached(traced: fx.GraphModule, asked: Sequence[bool]) -> None:
+    """Let the nodes read the leaves themselves, which were detached only to ask for gradients of the trace's own."""
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    for leaf in [node for node, ask in zip(inputs[: len(asked)], asked, strict=True) if ask]:
+        for node in [user for user in leaf.users if user.target is torch.ops.aten.detach.default]:
+            node.replace_all_uses_with(leaf)
+            traced.graph.erase_node(node)
 
 
 def _gradients(ys: list[Tensor], dys: list[Tensor], wanted: list[Tensor]) -> list[Any]:
@@ -473,9 +483,15 @@ def draws(node: fx.Node) -> bool:
     schema = of_schema(node)
     if schema is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
         return False
-    given = dict(node.kwargs)
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        given[argument.name] = value
-    for argument in schema.arguments:
-        given.setdefault(argument.name, argument.default_value if argument.has_default_value() else None)
+    given = arguments_of(node)
     return all(given.get(name) is None or given[name] != off for name, off in _OFF.items())
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node by the names of its operator, in order, with its defaults."""
+    schema = of_schema(node)
+    if schema is None:
+        return {f"{i}": value for i, value in enumerate(node.args)} | node.kwargs
+    given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
+    defaults = {one.name: one.default_value if one.has_default_value() else None for one in schema.arguments}
+    return defaults | given

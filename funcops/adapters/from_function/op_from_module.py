@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from funcops.adapters.flatten import Shape, TensorIndex, indexed_paths
 from funcops.adapters.from_function.cut import KEPT, Rules
 from funcops.adapters.from_function.first_run import first_run
+from funcops.adapters.from_function.formulas import FORMULAS
 from funcops.adapters.from_function.joint import Joint, copied
 from funcops.adapters.from_function.keyed import draw_by_key
 from funcops.adapters.from_function.layers import trace_layers
 from funcops.adapters.from_function.lent import lent, put
+from funcops.adapters.from_function.matched import Finder, with_parts
 from funcops.adapters.from_function.op_from_torch import TorchConfig, Traces
 from funcops.adapters.from_function.plan import plans
 from funcops.adapters.from_function.read_by_module import ReadByModule
+from funcops.engine.backend import wants_triton
 from funcops.engine.contract.marks import Versions, version
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
@@ -44,6 +47,10 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     Residuals have the names of the modules that computed them. They are the fewest bytes from which the backward is computed
     without a product or a random number being computed again. The trace itself holds what one step of autograd holds. Equal layers
     are traced once, if what they take and give are tensors and plain values: it holds one of these at a time, and all their inputs.
+
+    Where Triton is chosen, as it is on a GPU, the parts of the graph that are written as this library's ops (norms, gated and
+    written-out activations, modulation, cross entropy) run by its kernels, within the rounding of the dtype from autograd; all else
+    has autograd's bits, and inside `backend("torch")` everything.
 
     The module is traced anew for other shapes, strides and dtypes, another mode or set of parameters that require grad, and after a
     change of an attribute, hook, buffer or submodule, of its config, or of a global that its classes read. What its hooks did in
@@ -216,7 +223,8 @@ class ModuleTraces(NamedTraces):
         return traced
 
     def trace(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
-        return trace_layers(f"{self.label}_fwd", self.module, run, leaves, asked)
+        made = trace_layers(f"{self.label}_fwd", self.module, run, leaves, asked)
+        return with_parts(made, leaves, asked, Finder(FORMULAS, wants_triton))
 
     def _complain(self, where: str, params: Any, x: Any, error: Exception) -> None:
         """Raise for arguments with which the module does not run."""

@@ -24,6 +24,7 @@ from funcops.adapters.from_function.missing import without
 from funcops.adapters.from_function.outside import ReadByFunction
 from funcops.adapters.from_function.plan import run_once
 from funcops.adapters.from_function.read_by_module import ReadByModule
+from funcops.engine.backend import select
 from funcops.engine.contract import rerun
 from funcops.engine.contract.accumulators import accumulate
 from funcops.engine.contract.configs import OpConfig, require_config
@@ -458,9 +459,10 @@ def _named(shape: Any) -> Any:
 
 
 def defaults() -> tuple[Any, ...]:
-    """The global state of torch on which a trace depends: its products and attention are chosen by it, or a model reads it."""
+    """The global state on which a trace depends: products, attention and kernels are chosen by it, or a model reads it."""
     cuda, flags = torch.backends.cuda, torch.backends
     return (
+        select.choice(),
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
