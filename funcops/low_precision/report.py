@@ -232,7 +232,8 @@ def quantization_report(
     layer's x, w and dy are then rounded as by the recipe, and its three products computed from the rounded operands, in float32. So
     each row is the error that its own layer adds, without the errors that reach it from others.
 
-    `cfg`: the config, without a recipe yet, of a combinator or such a layer. `recipe`: a recipe, or anything with a
+    `cfg`: the config, without a recipe yet, of a combinator or such a layer; or an op that `op_from_module` made, with or without
+    a recipe, whose rows have the paths of modules. `recipe`: a recipe, or anything with a
     `Format` or None (not rounded) as `x`, `w` and `dy`; or one `Format` for all. Scales come from the tensors themselves, even if
     the recipe takes them from earlier steps. `dy`: the gradient of y; by default ones for a loss, else normal numbers, and None for
     the extras of y, such as the loads and losses of routers (`WithExtras`). `key`: for a recipe that rounds stochastically, as in
@@ -256,6 +257,9 @@ def quantization_report(
     >>> found.over(0.06)
     ()
     """
+    if isinstance(cfg, Op):
+        require(total is False, WHERE, "total", "False for an op of a module", total)
+        return _of_module(cfg, params, x, recipe, dy, _checked_key(key, x))
     op = OPS.get(type(cfg))
     if op is None:
         fail(WHERE, "cfg", " or ".join(one.__name__ for one in OPS), describe(cfg), TypeError)
@@ -274,7 +278,7 @@ def quantization_report(
         dy = _cotangent(y) if dy is None else dy
         _, pending = with_policy(op, "save_all").dgrad(residuals, dy, cfg)
         where = {one.path: one for one in places(op, cfg)}
-        rows = [_measured(where[path], kept, waiting, plan, key) for path, kept, waiting in _linears(residuals, pending, "")]
+        rows = [_row(where[path], kept, waiting, plan, key) for path, kept, waiting in _linears(residuals, pending, "")]
     found = {row.step for row in rows}
     missing = tuple(layer for part in known for layer in layers(part) if layer not in found)
     if not rows:
@@ -286,6 +290,22 @@ def quantization_report(
     del residuals, pending
     whole = ModelErrors(op, cfg, params, x, dy, recipe, key, sizes)
     return QuantizationReport([row._replace(adds=whole.added.get(row.path)) for row in rows], recipe, missing, whole)
+
+
+def _of_module(op: Op, params: Any, x: Any, recipe: Any, dy: Any, key: Tensor) -> QuantizationReport:
+    """The report of an op that `op_from_module` made."""
+    if not hasattr(op.named, "linears"):
+        fail(WHERE, "cfg", "a config, or an op that op_from_module made", describe(op), TypeError)
+    plan = _OperandFormats.of(recipe)
+    found = op.named.linears(params, x, op.config(), lambda y: _cotangent(y) if dy is None else dy)
+    rows = []
+    for path, *operands in found:
+        given, w, back = [t.reshape(-1, t.shape[-1]) for t in operands]
+        place, groups = Place(path, path, path, (), None), [(0, (given, w, back))]
+        rows.append(_measured(place, tuple(w.shape), groups, _keys(place, key, plan, None), plan))
+    if not rows:
+        fail(WHERE, "cfg", "an op with linear layers that get gradients", describe(op))
+    return QuantizationReport(rows, recipe)
 
 
 def layers(part: Part) -> list[str]:
@@ -389,16 +409,22 @@ def _keys(place: Place, key: Tensor, plan: _OperandFormats, groups: int | None) 
     return [(rows, columns) for rows, columns in pairs]
 
 
-def _measured(place: Place, kept: Any, waiting: Any, plan: _OperandFormats, key: Tensor) -> LinearErrors:
+def _row(place: Place, kept: Any, waiting: Any, plan: _OperandFormats, key: Tensor) -> LinearErrors:
     several = isinstance(waiting, GroupedLinearPending)
     found = _groups(kept, waiting) if several else [(0, _whole(kept, waiting))]
     keys = _keys(place, key, plan, len(kept.weight) if several else None)
+    shape = kept.weight.shape if isinstance(kept.weight, Tensor) else (len(kept.weight), *kept.weight[0].shape)
+    return _measured(place, tuple(shape), found, keys, plan)
+
+
+def _measured(
+    place: Place, shape: tuple[int, ...], found: list[tuple[int, Operands]], keys: list[tuple[Any, Any]], plan: _OperandFormats
+) -> LinearErrors:
     groups = [_Rounded.of(operands, plan, keys[e]) for e, operands in found]
     each = [[_operand(t, q) for t, q in zip(one.wide, one.rows, strict=True)] for one in groups]
     operands = {name: _together(parts) for name, *parts in zip(("x", "w", "dy"), *each, strict=True)}
     y, dx, dw = (_error(pairs) for pairs in zip(*[_products(one, plan) for one in groups], strict=True))
-    shape = kept.weight.shape if isinstance(kept.weight, Tensor) else (len(kept.weight), *kept.weight[0].shape)
-    return LinearErrors(place.path, place.step, tuple(shape), operands, y, dx, dw)
+    return LinearErrors(place.path, place.step, shape, operands, y, dx, dw)
 
 
 def _whole(kept: LinearResiduals, waiting: LinearPending) -> Operands:

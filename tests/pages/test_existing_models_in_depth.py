@@ -16,8 +16,10 @@ from existing_models import (
     GRAPHS,
     KEPT_BETWEEN,
     LINKS,
+    LOW,
     NN,
     OPS,
+    PARTS,
     RECIPES,
     RULES,
     STRIDES,
@@ -271,7 +273,7 @@ HELD = {  # by how each sentence of the page begins: what holds it
     ),
     "Numbers that it draws": numbers_of_python_are_drawn_once_a_trace,
     "`op_from_module(module, example)` traces": (f"{WHOLE}test_gradients_are_autograds_to_the_bit", BLOCKS),
-    "Gradients are autograd's": (
+    "On a CPU, gradients are autograd's": (
         f"{WHOLE}test_gradients_are_autograds_to_the_bit",
         f"{WHOLE}test_fewer_bytes_than_autograd",
         f"{WHOLE}test_residuals_have_the_names_of_modules",
@@ -302,6 +304,20 @@ HELD = {  # by how each sentence of the page begins: what holds it
         f"{WHOLE}test_gradients_are_autograds_to_the_bit",
         f"{ADAPTERS}test_keyed_modules.py::test_a_key_makes_it_a_function_that_may_run_again",
     ),
+    "Where Triton is chosen": (f"{PARTS}test_parts_of_models_of_hugging_face", f"{PARTS}test_parts_as_other_projects_write_them"),
+    "A part has the operators": (
+        f"{PARTS}test_each_formula_is_its_op_and_is_found",
+        f"{PARTS}test_near_misses_are_left_as_they_are",
+    ),
+    "A module whose backward": f"{PARTS}test_a_backward_that_is_not_of_the_forwards_operators_stays_autograds",
+    "The op has the bytes": f"{PARTS}test_parts_of_models_of_hugging_face",
+    "With `backend(": (f"{PARTS}test_a_trace_holds_for_the_backend_of_its_call", BLOCKS),
+    "With `recipe=` the": (
+        f"{LOW}test_the_bits_of_layers_with_the_recipe_and_no_more_bytes",
+        f"{LOW}test_layers_that_are_skipped_or_refused_have_the_modules_bits",
+    ),
+    "A recipe with state": f"{LOW}test_what_a_recipe_cannot_serve_is_refused",
+    "`quantization_report` of": (f"{LOW}test_a_report_of_a_module_is_the_report_of_the_same_config", BLOCKS),
     "`stages_from_module(module, example, cuts)` traces": (
         f"{CUT}test_a_chain_of_stages_has_autograds_gradients_to_the_bit",
         BLOCKS,

@@ -59,20 +59,22 @@ class Formula(NamedTuple):
 
 def with_parts(
     joint: Joint, leaves: Sequence[Tensor], asked: Sequence[bool], find: Callable[[Forward], dict[fx.Node, Part]]
-) -> Joint:
-    """The joint graph with the parts of its forward that `find` finds, by their last nodes; the same one if it has none, or if
+) -> Joint | None:
+    """The joint graph with the parts of its forward that `find` finds, by their last nodes; the same one if it has none. None if
     autograd gives another backward for its forward's operators, as it does for an `autograd.Function`."""
     forward = Forward(joint.graph, len(leaves))
     parts = find(forward)
-    if not parts or any([writes(node) for node in joint.graph.graph.nodes]):
+    if not parts:
         return joint
+    if any([writes(node) for node in joint.graph.graph.nodes]):
+        return None
     known: dict[Any, int] = {}
     try:
         plain = _again(joint, forward, leaves, asked, {})
     except RuntimeError:  # an operator that needs memory
-        return joint
+        return None
     if _numbered(plain, known) != _numbered(joint.graph, known):
-        return joint
+        return None
     return joint._replace(graph=_again(joint, forward, leaves, asked, parts))
 
 
@@ -95,6 +97,20 @@ class Forward:
         self.nodes = [node for node in nodes if node in wanted and node.op != "placeholder"]
         self.inside = set(self.nodes)
 
+    def run(self, values: dict[fx.Node, Any], parts: dict[fx.Node, Part], done: Callable[[fx.Node, Any], None]) -> list[Tensor]:
+        """The results from the values of leaves and constants, by the calls of the parts. `done(node, value)` follows each."""
+        skipped = {node for part in parts.values() for node in part.inner} - parts.keys()
+        for node in self.nodes:
+            if node in values or node in skipped:
+                continue
+            if node in parts:
+                values[node] = parts[node].call(*[values[one] for one in parts[node].inputs])
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            done(node, values[node])
+        return [values[y] for y in self.ys]
+
     def readers(self, node: fx.Node) -> set[fx.Node]:
         return {user for user in node.users if user in self.inside or user.op == "output"}
 
@@ -103,40 +119,31 @@ def _again(
     joint: Joint, forward: Forward, leaves: Sequence[Tensor], asked: Sequence[bool], parts: dict[fx.Node, Part]
 ) -> fx.GraphModule:
     """The joint graph of the forward's nodes, traced on tensors without memory."""
-    constants = {str(node.target): node for node in forward.nodes if node.op == "get_attr"}
-    values = [getattr(joint.graph, name) for name in constants]
-    skipped = {node for part in parts.values() for node in part.inner}
-    steps = Steps(nn.Module())
+    reads = [node for node in forward.nodes if node.op == "get_attr"]
+    constants = {str(node.target): getattr(joint.graph, str(node.target)) for node in reads}
+    values, steps = list(constants.values()), Steps(nn.Module())
+
+    def label(node: fx.Node, value: Any) -> None:
+        custom = node.meta.get("custom", {})
+        steps.stack = [custom.get("path", "")]
+        steps.mark()
+        made = steps.node(value)
+        if made is not None and "input" in custom:
+            made.meta["custom"].setdefault("input", custom["input"])
 
     def run(flat: Sequence[Tensor]) -> list[Tensor]:
-        found: dict[fx.Node, Any] = dict(zip(forward.leaves, flat[: len(leaves)], strict=True))
-        found.update(zip(constants.values(), flat[len(leaves) :], strict=True))
         steps.seen = 0
         steps.mark()
-        for node in forward.nodes:
-            if node.op == "get_attr":
-                found[node] = found[constants[str(node.target)]]
-                continue
-            if node in skipped and node not in parts:
-                continue
-            custom = node.meta.get("custom", {})
-            steps.stack = [custom.get("path", "")]
-            if node in parts:
-                found[node] = parts[node].call(*[found[one] for one in parts[node].inputs])
-            else:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
-                found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            steps.mark()
-            if "input" in custom and (made := steps.node(found[node])) is not None:
-                made.meta["custom"].setdefault("input", custom["input"])
-        return [found[y] for y in forward.ys]
+        given = dict(zip(constants, flat[len(leaves) :], strict=True))
+        found: dict[fx.Node, Any] = dict(zip(forward.leaves, flat[: len(leaves)], strict=True))
+        return forward.run(found | {node: given[str(node.target)] for node in reads}, parts, label)
 
     every = [*leaves, *values]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.inference_mode(False), fake, torch.enable_grad(), hidden_from_hooks():
         given = [stand_in(t) for t in every]
         made = joint_graph(run, given, joint.outputs, [*asked, *[False] * len(values)], steps)
-    inputs = [node for node in made.graph.nodes if node.op == "placeholder"]
+    inputs = made.graph.find_nodes(op="placeholder")
     for i, (value, node) in enumerate(zip(values, inputs[len(leaves) : len(every)], strict=True)):
         name = f"constant_{i}"
         made.register_buffer(name, value)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from funcops.adapters.flatten import Shape, TensorIndex, indexed_paths
+from funcops.adapters.flatten import Shape, TensorIndex, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.cut import KEPT, Rules
 from funcops.adapters.from_function.first_run import first_run
 from funcops.adapters.from_function.formulas import FORMULAS
@@ -17,6 +17,7 @@ from funcops.adapters.from_function.joint import Joint, copied
 from funcops.adapters.from_function.keyed import draw_by_key
 from funcops.adapters.from_function.layers import trace_layers
 from funcops.adapters.from_function.lent import lent, put
+from funcops.adapters.from_function.low_products import LowProducts, Seen, check_recipe
 from funcops.adapters.from_function.matched import Finder, with_parts
 from funcops.adapters.from_function.op_from_torch import TorchConfig, Traces
 from funcops.adapters.from_function.plan import plans
@@ -29,9 +30,17 @@ from funcops.engine.errors import check, describe, describe_tree, differing, fai
 from funcops.engine.random import check_key
 from funcops.engine.residuals.policy import Action, Policy
 from funcops.engine.trees import WithExtras, paths
+from funcops.library.formats.recipes import Recipe
 
 
-def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], Any] | None = None) -> tuple[Op, dict[str, Tensor]]:
+def op_from_module(
+    module: nn.Module,
+    example: Any,
+    *,
+    output: Callable[[Any], Any] | None = None,
+    recipe: Recipe | None = None,
+    skip: Sequence[str] = (),
+) -> tuple[Op, dict[str, Tensor]]:
     """Make an `Op` from a module, which is not changed. Returns the op, and its params: the module's parameters by name, detached.
 
         op, params = op_from_module(model, {"input_ids": ids, "labels": ids}, output=lambda out: out.loss)
@@ -52,6 +61,10 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     written-out activations, modulation, cross entropy) run by its kernels, within the rounding of the dtype from autograd; all else
     has autograd's bits, and inside `backend("torch")` everything.
 
+    `recipe`: a recipe of `funcops.low_precision` without state, that rounds to nearest. Each product that a linear layer computes
+    of a parameter [O, I] runs by it (`qlinear`), but for layers whose sizes it refuses and those whose paths match a glob of
+    `skip`; `quantization_report(params, x, op, recipe)` measures each.
+
     The module is traced anew for other shapes, strides and dtypes, another mode or set of parameters that require grad, and after a
     change of an attribute, hook, buffer or submodule, of its config, or of a global that its classes read. What its hooks did in
     the trace is in the graph. Parameters that do not require grad have no gradients.
@@ -63,7 +76,7 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
     the submodule that asks for them), that draws from Python's or NumPy's generators, that writes to its inputs or parameters,
     whose backward reads parameters again (by `torch.utils.checkpoint`, unless its layer has an equal), that changes its attributes
     in every call, that is compiled by `torch.jit`, or whose result holds anything but tensors; for arguments that it refuses; for
-    params of other names; and `RuntimeError` under autocast.
+    params of other names; for a recipe that no layer takes, or with state; and `RuntimeError` under autocast.
 
     >>> import torch
     >>> from funcops import TorchConfig, op_from_module
@@ -81,12 +94,15 @@ def op_from_module(module: nn.Module, example: Any, *, output: Callable[[Any], A
         fail("op_from_module", "module", "a module in Python", f"{type(module).__name__}, which torch.jit compiled", TypeError)
     if output is not None:
         require_callable("op_from_module", output=output)
+    check_recipe("op_from_module", recipe, skip)
     own = ModuleTraces(module, output)
+    own.recipe, own.skip = recipe, tuple(skip)
     params = own.own_params(TorchConfig())
     own.traced(params, example, TorchConfig(), Needs.ALL)  # what cannot be traced is refused here
     return own.op(), params
 
 
+OF_OPERATORS = "whose backward is autograd's of its operators (without an autograd.Function or a hook on a tensor)"
 KEY = "key"  # among the extras of x, by which random numbers are drawn
 
 
@@ -139,6 +155,8 @@ class ModuleTraces(NamedTraces):
     held = True  # x is a batch, which its loop holds
     settles = True  # `joint` refuses a module that changes its attributes again
     outside: ReadByModule
+    recipe: Recipe | None = None
+    skip: tuple[str, ...] = ()
 
     def __init__(self, module: nn.Module, output: Callable[[Any], Any] | None, beside: frozenset[str] = frozenset()) -> None:
         super().__init__(type(module).__name__, self._call, TorchConfig, self.own_params, ReadByModule(module, beside))
@@ -223,8 +241,23 @@ class ModuleTraces(NamedTraces):
         return traced
 
     def trace(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
-        made = trace_layers(f"{self.label}_fwd", self.module, run, leaves, asked)
-        return with_parts(made, leaves, asked, Finder(FORMULAS, wants_triton))
+        where = f"{self.label}_fwd"
+        made = trace_layers(where, self.module, run, leaves, asked)
+        known: Any = Finder(FORMULAS, wants_triton)
+        if self.recipe is None:
+            return with_parts(made, leaves, asked, known) or made
+        low = LowProducts(where, self.recipe, self.skip, len(self.outside.params))
+        found = with_parts(made, leaves, asked, lambda forward: known(forward) | low(forward))
+        if found is None:
+            fail(where, "recipe", f"for a module {OF_OPERATORS}", type(self.recipe).__name__)
+        return found
+
+    def linears(self, params: Any, x: Any, cfg: Any, dy_of: Callable[[Any], Any]) -> list[tuple[str, Tensor, Tensor, Tensor]]:
+        """The path, x, w and dy of each product of a linear layer, in one step of autograd without a recipe."""
+        own = _Seeing(self.module, self.output)
+        found, _, _ = own.traced(params, x, cfg, Needs.ALL)
+        seen: Seen = own.seen
+        return seen.operands(gradients(found.y_shape, dy_of(unflatten(found.y_shape, [y.detach() for y in seen.ys])), []))
 
     def _complain(self, where: str, params: Any, x: Any, error: Exception) -> None:
         """Raise for arguments with which the module does not run."""
@@ -289,6 +322,19 @@ class ModuleTraces(NamedTraces):
             found = self.module(*args, **(dict(x) if isinstance(x, Mapping) else {}))
         values.update(left)
         return _plain(f"{self.label}_fwd", "y", found if self.output is None else self.output(found))
+
+
+class _Seeing(ModuleTraces):
+    """Runs what it has traced, under autograd."""
+
+    seen: Any = None
+
+    def trace(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
+        made = trace_layers(f"{self.label}_fwd", self.module, run, leaves, asked)
+        self.seen = Seen.of(made, leaves, asked, len(self.outside.params))
+        if self.seen is None:
+            fail(f"{self.label}_fwd", self.label, f"a module {OF_OPERATORS}, whose products can be measured", "another")
+        return made
 
 
 def _extras(x_shape: Any) -> dict[str, Any]:
