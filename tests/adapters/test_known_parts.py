@@ -11,7 +11,7 @@ from products import Products
 from torch import nn
 
 from funcops import Needs, TorchConfig, backend, op_from_module, report
-from funcops.adapters.from_function.formulas import FORMULAS
+from funcops.adapters.from_function.formulas import FORMULAS, rotation, rotation_rounded
 from funcops.adapters.from_function.joint import Like, joint_graph
 from funcops.adapters.from_function.matched import Finder, Forward, Joint
 from funcops.engine.trees import tensors
@@ -22,15 +22,15 @@ SIZES = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2, vocab_
 HEADS = dict(SIZES, num_key_value_heads=1, head_dim=16)
 # by name: the sizes, and how many parts of each kind a forward has
 HUGGING_FACE = {
-    "Llama": (HEADS, dict(rms_norm=5, glu_pair=2, cross_entropy=1)),
-    "Gemma2": (HEADS, dict(rms_norm=9, glu_pair=2, cross_entropy=1)),
-    "Olmo2": (dict(HEADS, eos_token_id=1), dict(rms_norm=9, glu_pair=2, cross_entropy=1)),
-    "Qwen3": (HEADS, dict(rms_norm=9, glu_pair=2, cross_entropy=1)),
+    "Llama": (HEADS, dict(rms_norm=5, rope_apply=4, glu_pair=2, cross_entropy=1)),
+    "Gemma2": (HEADS, dict(rms_norm=9, rope_apply=4, glu_pair=2, cross_entropy=1)),
+    "Olmo2": (dict(HEADS, eos_token_id=1), dict(rms_norm=9, rope_apply=4, glu_pair=2, cross_entropy=1)),
+    "Qwen3": (HEADS, dict(rms_norm=9, rope_apply=4, glu_pair=2, cross_entropy=1)),
     "T5 1.1": (dict(vocab_size=64, d_model=32, d_kv=16, num_layers=1, num_heads=2, d_ff=48), dict(rms_norm=7, glu_pair=2)),
     "GPT-2": (dict(vocab_size=64, n_embd=32, n_layer=2, n_head=2), dict(layer_norm=5, activation=2, cross_entropy=1)),
     "ViT": (dict(SIZES, image_size=32, patch_size=16), dict(layer_norm=5, cross_entropy=1)),
-    "GPTNeoX": (SIZES, dict(layer_norm=5, cross_entropy=1)),
-    "Phi": (SIZES, dict(layer_norm=3, activation=2, cross_entropy=1)),
+    "GPTNeoX": (SIZES, dict(layer_norm=5, rope_apply=4, cross_entropy=1)),
+    "Phi": (SIZES, dict(layer_norm=3, rope_apply=4, activation=2, cross_entropy=1)),
 }
 
 
@@ -167,6 +167,9 @@ def found_in(fn, given):
     return Finder(FORMULAS, lambda t: True)(Forward(joint.graph, len(given)))
 
 
+DRAWN = [formula for formula in FORMULAS if formula.fn not in (rotation, rotation_rounded)]  # whose tables are not any
+
+
 def drawn(like):
     if not like.dtype.is_floating_point:
         return torch.randint(0, 8, like.shape)
@@ -174,7 +177,7 @@ def drawn(like):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")
-@pytest.mark.parametrize("formula", FORMULAS, ids=[f"{i} {getattr(f.fn, '__name__', 'partial')}" for i, f in enumerate(FORMULAS)])
+@pytest.mark.parametrize("formula", DRAWN, ids=[f"{i} {getattr(f.fn, '__name__', 'partial')}" for i, f in enumerate(DRAWN)])
 def test_each_formula_is_its_op_and_is_found(formula):
     torch.manual_seed(2)
     numbers = {name: {"eps": 1e-2, "ignore": 3}[name] for name, _ in formula.numbers}
@@ -204,6 +207,39 @@ def test_each_formula_is_its_op_and_is_found(formula):
             others = [other.to(g.dtype) for other, g in zip(others, grads, strict=True)]
             assert_close((got, *grads), (want.to(got.dtype), *others), dtype=narrow)
     assert seen
+
+
+class Rotated(nn.Module):
+    def __init__(self, angles, rounded, trained=False):
+        super().__init__()
+        self.rounded, self.angles = rounded, nn.Parameter(angles, requires_grad=trained)
+
+    def forward(self, x):
+        angles = torch.cat((self.angles, self.angles), dim=-1)
+        x, cos, sin = x.transpose(1, 2), angles.cos() * 1.5, angles.sin() * 1.5
+        return rotation_rounded(x, cos, sin) if self.rounded else rotation(x, cos.to(x.dtype), sin.to(x.dtype))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("dtype", "rounded"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_rotations(dtype, rounded, batch):
+    torch.manual_seed(0)
+    model, x = Rotated(torch.randn(batch, 4, 8), rounded), torch.randn(2, 4, 3, 16, dtype=dtype)
+    y, _, dx, found, *_ = measured(model, x, "triton", Needs.ALL)
+    given = x.double().requires_grad_()
+    want = copy.deepcopy(model).double()(given)
+    (grad,) = torch.autograd.grad(want.sum(), [given])
+    assert found == dict(rope_apply=1) and y.dtype is dtype and y.stride() == model(x).stride()
+    assert_close((y, dx), (want.detach().to(dtype), grad.to(dtype)), dtype=dtype)
+
+
+def test_angles_that_are_trained_have_their_gradient():
+    torch.manual_seed(0)
+    model, x = Rotated(torch.randn(1, 4, 8), False, trained=True), torch.randn(2, 4, 3, 16)
+    _, dparams, _, found, *_ = measured(model, x, "triton", Needs.ALL)
+    (want,) = torch.autograd.grad(model(x).sum(), [model.angles])
+    assert found == {}
+    assert_close(dparams["angles"], want, dtype=torch.float32)
 
 
 X, W = torch.randn(3, 8, 8), torch.randn(8)
@@ -244,6 +280,10 @@ def dropped(x, w):
     return F.dropout(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), 0.5) * w
 
 
+def backwards(x, a):
+    return x * a.cos().unsqueeze(1) + torch.cat((x[..., 4:], -x[..., :4]), -1) * a.sin().unsqueeze(1)
+
+
 NEAR = {
     "the root and then eps": (root_and_eps, (X, W)),
     "eps below zero": (lambda x, w: rms(x, w, eps=-1e-6), (X, W)),
@@ -265,6 +305,8 @@ NEAR = {
     "a loss in 16 bits": (lambda x, labels: F.cross_entropy(x.bfloat16(), labels), (X[0], torch.arange(8))),
     "a loss with weights": (lambda x, w: F.cross_entropy(x[0], torch.arange(8), W.abs()), (X, W)),
     "a smoothed loss": (lambda x, labels: F.cross_entropy(x, labels, label_smoothing=0.1), (X[0], torch.arange(8))),
+    "a rotation whose halves differ": (lambda x, a: rotation(x[None], a.cos(), a.sin()), (X, torch.randn(1, 8, 8))),
+    "a rotation backwards": (lambda x, a: backwards(x[None], torch.cat((a, a), -1)), (X, torch.randn(1, 8, 4))),
     "a transposed result": (lambda x, w: rms(x.transpose(0, 1), w), (X, W)),
 }
 

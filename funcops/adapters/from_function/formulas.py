@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from funcops.adapters.autograd.differentiable import run
-from funcops.adapters.from_function.joint import Like
-from funcops.adapters.from_function.matched import Call, Formula
+from funcops.adapters.from_function.joint import Like, arguments_of, operator_name
+from funcops.adapters.from_function.matched import CAST, Call, Formula
 from funcops.library.ops.activation import ActivationConfig, activation
 from funcops.library.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.library.ops.glu import GLUConfig, glu
 from funcops.library.ops.layer_norm import LayerNormConfig, LayerNormParams, layer_norm
 from funcops.library.ops.modulate import ModulateConfig, modulate
 from funcops.library.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
+from funcops.library.ops.rope import RopeConfig, rope
 
 NARROW = (torch.bfloat16, torch.float16)
 ALL = (torch.float32, *NARROW)
@@ -110,9 +111,20 @@ def _weighted(dtype: torch.dtype) -> list[tuple[Like, ...]]:
     return [(like(dtype, 2, 3, 8), like(one, 8)) for one in weights]
 
 
+def _is_as(out: Like, *inputs: Like) -> bool:
+    """Whether a result is contiguous, as an op's, and has the shape and dtype of each input."""
+    return contiguous(out) and all([(one.shape, one.dtype) == (out.shape, out.dtype) for one in inputs])
+
+
+def contiguous(t: Like, *dims: int) -> bool:
+    """Whether a tensor is, or would be with its dims in this order."""
+    made = torch.empty_strided(t.shape, t.stride, device="meta")
+    return (made.permute(dims) if dims else made).is_contiguous()
+
+
 def _fits(out: Like, x: Like, w: Like) -> bool:
     right = w.shape == x.shape[len(x.shape) - len(w.shape) :] and w.dtype in (x.dtype, torch.float32)
-    return right and out.shape == x.shape and out.dtype is x.dtype and 0 not in x.shape
+    return right and _is_as(out, x) and 0 not in x.shape
 
 
 def _rms_norm(centred: bool, out: Like, x: Like, w: Like, *, eps: float) -> Call | None:
@@ -235,17 +247,17 @@ def _packed(f: Callable[[Tensor], Tensor], first: bool, x: Tensor) -> Tensor:
 
 
 def _activation(kind: str, out: Like, x: Like) -> Call | None:
-    return None if (out.shape, out.dtype) != (x.shape, x.dtype) else lambda x: run(activation, None, x, ActivationConfig(kind))
+    return None if not _is_as(out, x) else lambda x: run(activation, None, x, ActivationConfig(kind))
 
 
 def _glu_pair(kind: str, out: Like, gate: Like, linear: Like) -> Call | None:
-    if not out.shape or not gate.shape == linear.shape == out.shape or not gate.dtype is linear.dtype is out.dtype:
+    if not out.shape or not _is_as(out, gate, linear):
         return None
     return lambda gate, linear: run(glu, None, (gate, linear), GLUConfig(kind, paired=True))
 
 
 def _glu(kind: str, first: bool, out: Like, x: Like) -> Call | None:
-    if x.shape != (*out.shape[:-1], 2 * out.shape[-1]) or x.dtype is not out.dtype:
+    if x.shape != (*out.shape[:-1], 2 * out.shape[-1]) or x.dtype is not out.dtype or not contiguous(out):
         return None
     return lambda x: run(glu, None, x, GLUConfig(kind, gate="first" if first else "second"))
 
@@ -262,10 +274,59 @@ def modulation_after(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def _modulate(out: Like, x: Like, scale: Like, shift: Like) -> Call | None:
-    right = len(x.shape) == 3 and scale.shape == shift.shape == (x.shape[0], x.shape[-1]) and out.shape == x.shape
-    if not right or not x.dtype is scale.dtype is shift.dtype is out.dtype:
+    right = len(x.shape) == 3 and scale.shape == shift.shape == (x.shape[0], x.shape[-1]) and _is_as(out, x)
+    if not right or not x.dtype is scale.dtype is shift.dtype:
         return None
     return lambda x, scale, shift: run(modulate, None, (x, scale, shift), ModulateConfig())
+
+
+# rotary embedding: x [B, H, T, D], cos and sin [B or 1, T, D] of angles whose halves are the same
+
+
+def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def rotation_rounded(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotation(x, cos, sin).to(x.dtype)
+
+
+def _rotate(out: Like, x: Like, cos: Like, sin: Like) -> Call | None:
+    b, _, t, d = x.shape
+    right = cos.shape == sin.shape == (cos.shape[0], t, d) and cos.shape[0] in (1, b) and d % 2 == 0 and 0 not in x.shape
+    if not right or (out.shape, out.dtype) != (x.shape, x.dtype) or not contiguous(out, 0, 2, 1, 3):
+        return None
+
+    def call(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if cos.requires_grad or sin.requires_grad:  # a table has no gradient
+            return rotation(x, cos, sin)
+        wide, (first, second) = torch.float32, sin.float().chunk(2, -1)
+        table = torch.cat((cos.to(wide), -first, second, first, -second), -1).unsqueeze(-2)
+        return run(rope, None, (x.transpose(1, 2), table[0] if cos.shape[0] == 1 else table), RopeConfig(d)).transpose(1, 2)
+
+    return call
+
+
+def _rotated(narrow: bool, batch: int, dtype: torch.dtype) -> list[tuple[Like, ...]]:
+    table = like(dtype if narrow else torch.float32, batch, 4, 8)
+    return [(like(dtype, 2, 3, 4, 8), table, table)]
+
+
+def _of_equal_halves(_: fx.Node, *tables: fx.Node) -> bool:
+    return all(map(_doubled, tables))
+
+
+def _doubled(node: fx.Node) -> bool:
+    """Whether a tensor's last dim is two equal halves: cosines or sines of angles that were put side by side twice."""
+    name = operator_name(node)
+    if name == "cat":
+        parts, dim = arguments_of(node)["tensors"], arguments_of(node)["dim"]
+        return len(parts) == 2 and parts[0] is parts[1] and dim in (-1, node.meta["val"].dim() - 1)
+    factor = node.args[1] if len(node.args) > 1 else 1.0
+    alike = node.target is CAST or name in ("cos", "sin", "detach") or (name == "mul" and not isinstance(factor, fx.Node))
+    return alike and _doubled(node.args[0])  # type: ignore[arg-type]
 
 
 # cross entropy: logits and labels; the loss is in float32
@@ -315,6 +376,9 @@ def _table() -> Iterator[Formula]:
         yield Formula(functools.partial(_pair, f), _like(rows, rows), (), functools.partial(_glu_pair, kind), ALL)
     for modulates in (modulation, modulation_after):
         yield Formula(modulates, _like(rows, (2, 8), (2, 8)), (), _modulate, ALL)
+    for batch in (2, 1):
+        for fn, dtypes in ((rotation, ALL), (rotation_rounded, NARROW)):
+            yield Formula(fn, functools.partial(_rotated, fn is rotation, batch), (), _rotate, dtypes, _of_equal_halves)
     for reduction in ("mean", "sum", "none"):
         for way, shape in ((entropy_of_rows, (2, 3)), (entropy, (6,))):
             call = functools.partial(way, reduction)

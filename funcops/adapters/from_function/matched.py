@@ -26,12 +26,14 @@ from funcops.adapters.from_function.joint import (
     arguments_of,
     draws,
     hidden_from_hooks,
+    is_view,
     joint_graph,
     operator_name,
     stand_in,
     writes,
 )
 
+CAST = torch.ops.aten._to_copy.default
 _ADD = torch.ops.aten.add.Tensor
 _SWAPS = (torch.ops.aten.mul.Tensor, _ADD)  # whose two tensors may change places
 Call = Callable[..., Tensor]
@@ -48,13 +50,15 @@ class Part(NamedTuple):
 class Formula(NamedTuple):
     """A way to write an op. `fn(*tensors, **numbers)` is traced on tensors like each of `examples(dtype)`; a constant that equals
     one of `numbers` stands for any other. `op(like, *likes, **numbers)`, of the result and the tensors, returns the function that
-    takes its place, or None if it does not fit. `dtypes`: in which it is the same function, but for roundings between its steps."""
+    takes its place, or None if it does not fit. `dtypes`: in which it is the same function, but for roundings between its steps.
+    `holds(*nodes)`: what must be known of the tensors."""
 
     fn: Callable[..., Tensor]
     examples: Callable[[torch.dtype], Sequence[tuple[Like, ...]]]
     numbers: tuple[tuple[str, Any], ...]
     op: Callable[..., Call | None]
     dtypes: tuple[torch.dtype, ...]
+    holds: Callable[..., bool] = lambda *inputs: True
 
 
 def with_parts(
@@ -73,9 +77,11 @@ def with_parts(
         plain = _again(joint, forward, leaves, asked, {})
     except RuntimeError:  # an operator that needs memory
         return None
-    if _numbered(plain, known) != _numbered(joint.graph, known):
+    if _results(plain, _numbered(plain, known)) != _results(joint.graph, _numbered(joint.graph, known)):
         return None
-    return joint._replace(graph=_again(joint, forward, leaves, asked, parts))
+    made = _again(joint, forward, leaves, asked, parts)
+    _merge(made)
+    return joint._replace(graph=made)
 
 
 class Forward:
@@ -155,15 +161,29 @@ def _again(
     return made
 
 
-def _numbered(traced: fx.GraphModule, known: dict[Any, int]) -> list[int | None]:
-    """The number of each result of a graph: equal ones are computed by equal operators from equal values. Each random number is
-    another."""
+def _merge(traced: fx.GraphModule) -> None:
+    """Compute the same once, such as a table of rotations of which each layer makes its own."""
+    first: dict[int, fx.Node] = {}
+    for node, number in _numbered(traced, {}).items():
+        same = first.setdefault(number, node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            traced.graph.erase_node(node)
+
+
+def _results(traced: fx.GraphModule, numbers: dict[fx.Node, int]) -> list[int | None]:
+    (output,) = traced.graph.find_nodes(op="output")
+    return [None if node is None else numbers[node] for side in output.args[0] for node in side]
+
+
+def _numbered(traced: fx.GraphModule, known: dict[Any, int]) -> dict[fx.Node, int]:
+    """A number for each node: equal ones are computed by equal operators from equal values. Each random number is another."""
     numbers: dict[fx.Node, Any] = {}
     inputs = drawn = 0
     for node in traced.graph.nodes:
         key: Any
         if node.op == "output":
-            return [None if n is None else numbers[n] for side in node.args[0] for n in side]
+            continue
         if node.target in SAME:
             numbers[node] = numbers[node.args[0]]
             continue
@@ -176,7 +196,7 @@ def _numbered(traced: fx.GraphModule, known: dict[Any, int]) -> list[int | None]
             drawn += draws(node)
             key = node.target, repr(args), drawn if draws(node) else 0
         numbers[node] = known.setdefault(key, len(known))
-    raise AssertionError("a graph has an output")
+    return numbers
 
 
 class _Number(int):
@@ -209,18 +229,25 @@ class Finder:
 def _part(forward: Forward, formula: Formula, pattern: Pattern, node: fx.Node) -> Part | None:
     """The part that ends with the node, if it is written as this formula: found on small tensors, and compared on its own."""
     val, rough = node.meta["val"], pattern.match(node, exact=False)
-    if rough is None or not val.is_contiguous():  # as an op's result is
+    if rough is None:
         return None
     inputs = [rough.nodes[one] for one in pattern.inputs]
+    if not formula.holds(*inputs):
+        return None
     likes = tuple([Like.of(one.meta["val"]) for one in inputs])
     call, same = formula.op(Like.of(val), *likes, **rough.numbers), _traced(formula.fn, likes, tuple(rough.numbers.items()))
     match = None if same is None else same.match(node, exact=True)
     if call is None or same is None or match is None or [match.nodes[one] for one in same.inputs] != inputs:
         return None
-    inner = frozenset([one for mine, one in match.nodes.items() if mine.op != "placeholder"])
+    inner = {one for mine, one in match.nodes.items() if mine.op != "placeholder"}
+    views = set(inputs)
+    for one in forward.nodes:
+        if one in inner and one is not node and is_view(one) and views.issuperset(one.all_input_nodes):
+            views.add(one)  # which costs nothing, so others may read it, too
+    inner -= views
     if any([not forward.readers(one) <= inner for one in inner - {node}]):
         return None
-    return Part(inner, tuple(inputs), call)
+    return Part(frozenset(inner), tuple(inputs), call)
 
 
 class Match(NamedTuple):
@@ -298,7 +325,7 @@ def _itself(node: fx.Node) -> fx.Node:
 def _arguments(node: fx.Node) -> list[Any]:
     """The arguments of a node in order, with dims counted from the end, and of a cast the dtype alone."""
     given = arguments_of(node)
-    if node.target is torch.ops.aten._to_copy.default:
+    if node.target is CAST:
         before, after = given["self"].meta["val"], node.meta["val"]
         if before.device == after.device and before.stride() == after.stride():
             return [given["self"], after.dtype]

@@ -58,8 +58,8 @@ def op_from_module(
     are traced once, if what they take and give are tensors and plain values: it holds one of these at a time, and all their inputs.
 
     Where Triton is chosen, as it is on a GPU, the parts of the graph that are written as this library's ops (norms, gated and
-    written-out activations, modulation, cross entropy) run by its kernels, within the rounding of the dtype from autograd; all else
-    has autograd's bits, and inside `backend("torch")` everything.
+    written-out activations, modulation, rotations, cross entropy) run by its kernels, within the rounding of the dtype from
+    autograd; all else has autograd's bits, and inside `backend("torch")` everything.
 
     `recipe`: a recipe of `funcops.low_precision` without state, that rounds to nearest. Each product that a linear layer computes
     of a parameter [O, I] runs by it (`qlinear`), but for layers whose sizes it refuses and those whose paths match a glob of
