@@ -2,6 +2,8 @@
 
 import collections
 import copy
+import subprocess
+import sys
 
 import pytest
 import tiny_models
@@ -388,3 +390,25 @@ def test_parts_keep_the_names_of_their_modules_and_their_halves():
     assert named["funcops.rms_norm_fwd.default"] == "1.norm" and named["funcops.glu_fwd.default"] == "1"
     assert all([name == "x" or name.removeprefix("params.").partition(".")[0] in "01" for name in residuals.kept])
     assert torch.equal(dx, also) and all(map(torch.equal, tensors(dparams), tensors(whole)))
+
+
+ELSEWHERE = """
+import torch
+residuals = torch.load({path!r}, weights_only=False)
+assert any("funcops.layer_norm_bwd" in str(node.target) for node in residuals.traced.graphs.backward.graph.nodes)
+found = residuals.traced.graphs.backward.forward(*residuals.kept.values(), torch.ones(3, 16))
+torch.save(found, {path!r})
+"""
+
+
+def test_residuals_in_another_process_find_their_operators(tmp_path):
+    torch.manual_seed(0)
+    model, x, path = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)), torch.randn(3, 16), str(tmp_path / "residuals")
+    with backend("triton"):
+        op, params = op_from_module(model, x)
+        _, residuals = op.fwd(params, x, CFG)
+        dparams, dx = op.bwd(residuals, torch.ones(3, 16), CFG)
+    torch.save(residuals, path)
+    subprocess.run([sys.executable, "-c", ELSEWHERE.format(path=path)], check=True)
+    found = torch.load(path)
+    assert torch.equal(found[0], dx) and all(map(torch.equal, found[1:], dparams.values()))

@@ -22,6 +22,7 @@ from funcops.adapters.from_function.cut import Cutter, Graphs, Rules, has_gradie
 from funcops.adapters.from_function.joint import Joint, Like, copied, refuse_trained, resolved, trace
 from funcops.adapters.from_function.missing import without
 from funcops.adapters.from_function.outside import ReadByFunction
+from funcops.adapters.from_function.pickled import Operators
 from funcops.adapters.from_function.plan import run_once
 from funcops.adapters.from_function.read_by_module import ReadByModule
 from funcops.engine.backend import select
@@ -129,7 +130,7 @@ class Traced:
 
     def __getstate__(self) -> dict[str, Any]:
         # residuals in another process need their graphs, but no other cut
-        return vars(self) | {"cutter": None, "cuts": {}, "fewer": {}}
+        return {"operators": Operators.of(self.graphs)} | vars(self) | {"cutter": None, "cuts": {}, "fewer": {}}
 
     def nothing(self) -> Any:
         """dx without gradients."""
