@@ -32,6 +32,7 @@ from funcops.engine.contract.schema import Saved
 from funcops.engine.residuals.nested import Nested
 from funcops.engine.trees import tree_map_tensors
 from funcops.library import formats
+from funcops.low_precision import Fp8Current
 from funcops.models.blocks import block_config
 
 BLOCK = block_config(4, heads=2, hidden=4)
@@ -184,7 +185,17 @@ OWN = {  # by "module.name", or "name" of funcops itself
         },
         {"pendings": ([], [3])},
     ),
-    "op_from_module": Row(lambda: {"module": torch.nn.Linear(4, 4), "example": torch.ones(2, 4), "output": torch.neg}),
+    "op_from_module": Row(
+        lambda: {
+            "module": torch.nn.Linear(4, 4),
+            "example": torch.ones(2, 4),
+            "output": torch.neg,
+            "recipe": Fp8Current(),
+            "skip": (),
+        },
+        {"skip": (("head",),)},
+        {("skip", "[]"): "none"},
+    ),
     "stages_from_module": Row(
         lambda: {
             "module": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)),

@@ -8,6 +8,7 @@ while a formula may round after each step. A norm whose statistics are in 16 bit
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.from_function.joint import Like, arguments_of, operator_name
 from funcops.adapters.from_function.matched import CAST, Call, Formula
 from funcops.library.ops.activation import ActivationConfig, activation
+from funcops.library.ops.attention import AttentionConfig, attention
 from funcops.library.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.library.ops.glu import GLUConfig, glu
 from funcops.library.ops.layer_norm import LayerNormConfig, LayerNormParams, layer_norm
@@ -329,6 +331,62 @@ def _doubled(node: fx.Node) -> bool:
     return alike and _doubled(node.args[0])  # type: ignore[arg-type]
 
 
+# attention by products: q, k, v [B, H, T, D] and a mask that is added, or True where nothing is seen; y [B, T, H, D].
+# A row that sees nothing is NaN by the formula, and zeros by the op.
+
+
+def attended(scaled: str, masked: str, wide: bool, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor, scale: float = 1.0) -> Tensor:
+    s = torch.matmul(q, k.transpose(-2, -1))
+    s = s * scale if scaled == "times" else s / scale if scaled == "by" else s
+    s = s + mask[0] if masked == "added" else s.masked_fill(mask[0], -math.inf) if masked == "filled" else s
+    p = torch.softmax(s, -1, dtype=torch.float32).to(q.dtype) if wide else torch.softmax(s, -1)
+    return torch.matmul(p, v).transpose(1, 2).contiguous()
+
+
+def _attend(
+    scaled: str, masked: str, out: Like, q: Like, k: Like, v: Like, mask: Like | None = None, *, scale: float = 1.0
+) -> Call | None:
+    b, h, t, _ = q.shape
+    right = k.shape == (b, h, k.shape[2], q.shape[3]) and v.shape[:3] == k.shape[:3] and 0 not in (*k.shape, *q.shape, *v.shape)
+    seen = mask is None or (len(mask.shape) == 4 and mask.shape[0] in (1, b) and mask.shape[1] in (1, h))
+    if not right or not seen or (mask is not None and mask.shape[2:] != (t, k.shape[2])) or not contiguous(out):
+        return None
+    if not q.dtype is k.dtype is v.dtype is out.dtype or (masked == "added" and mask is not None and mask.dtype is not q.dtype):
+        return None
+    if not 0 < scale < math.inf:
+        return None
+    cfg = AttentionConfig(scale=1 / scale if scaled == "by" else scale, bias=mask is not None)
+
+    def call(*parts: Tensor) -> Tensor:
+        bias = parts[3:]
+        if masked == "filled":
+            bias = (torch.zeros_like(bias[0], dtype=q.dtype).masked_fill(bias[0], -math.inf),)
+        return run(attention, None, (*[part.transpose(1, 2) for part in parts[:3]], *bias), cfg)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _parts(masked: str, dtype: torch.dtype) -> list[tuple[Like, ...]]:
+    """q, k and v as views of heads, whose layout a product changes first, or k and v copied for each head, or all."""
+    mask = {"": (), "added": (like(dtype, 2, 1, 4, 5),), "filled": (like(torch.bool, 2, 1, 4, 5),)}[masked]
+    q, k, v = (2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 6)
+    copied = like(dtype, *k), like(dtype, *v)
+    views = [_heads(dtype, *size) for size in (q, k, v)]
+    return [(*views, *mask), (views[0], *copied, *mask), (like(dtype, *q), *copied, *mask)]
+
+
+def _heads(dtype: torch.dtype, b: int, h: int, t: int, d: int) -> Like:
+    return like(dtype, b, h, t, d)._replace(stride=(t * h * d, d, h * d, 1))
+
+
+def _attention() -> Iterator[Formula]:
+    for scaled, masked in itertools.product(("times", "by", ""), ("", "added", "filled")):
+        numbers = (("scale", Number),) if scaled else ()
+        for wide, dtypes in ((False, ALL), (True, NARROW)):
+            way = functools.partial(attended, scaled, masked, wide)
+            yield Formula(way, functools.partial(_parts, masked), numbers, functools.partial(_attend, scaled, masked), dtypes)
+
+
 # cross entropy: logits and labels; the loss is in float32
 
 
@@ -386,3 +444,4 @@ def _table() -> Iterator[Formula]:
 
 
 FORMULAS = tuple(_table())
+ATTENTION = tuple(_attention())  # apart, as few models write it, and a formula has many layouts

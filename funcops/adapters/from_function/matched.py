@@ -332,6 +332,9 @@ def _arguments(node: fx.Node) -> list[Any]:
     if (dim := given.get("dim")) is not None:
         rank = _rank(node)
         given["dim"] = [d % rank - rank for d in dim] if isinstance(dim, (list, tuple)) else dim % rank - rank
+    if "dim0" in given:
+        rank = _rank(node)
+        given["dim0"], given["dim1"] = sorted([given[name] % rank for name in ("dim0", "dim1")])
     return list(given.values())
 
 

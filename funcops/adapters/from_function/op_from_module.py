@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from funcops.adapters.flatten import Shape, TensorIndex, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.cut import KEPT, Rules
 from funcops.adapters.from_function.first_run import first_run
-from funcops.adapters.from_function.formulas import FORMULAS
+from funcops.adapters.from_function.formulas import ATTENTION, FORMULAS
 from funcops.adapters.from_function.joint import Joint, copied
 from funcops.adapters.from_function.keyed import draw_by_key
 from funcops.adapters.from_function.layers import trace_layers
@@ -58,8 +58,8 @@ def op_from_module(
     are traced once, if what they take and give are tensors and plain values: it holds one of these at a time, and all their inputs.
 
     Where Triton is chosen, as it is on a GPU, the parts of the graph that are written as this library's ops (norms, gated and
-    written-out activations, modulation, rotations, cross entropy) run by its kernels, within the rounding of the dtype from
-    autograd; all else has autograd's bits, and inside `backend("torch")` everything.
+    written-out activations, modulation, rotations, attention by products, cross entropy) run by its kernels, within the rounding
+    of the dtype from autograd; all else has autograd's bits, and inside `backend("torch")` everything.
 
     `recipe`: a recipe of `funcops.low_precision` without state, that rounds to nearest. Each product that a linear layer computes
     of a parameter [O, I] runs by it (`qlinear`), but for layers whose sizes it refuses and those whose paths match a glob of
@@ -243,7 +243,8 @@ class ModuleTraces(NamedTraces):
     def trace(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
         where = f"{self.label}_fwd"
         made = trace_layers(where, self.module, run, leaves, asked)
-        known: Any = Finder(FORMULAS, wants_triton)
+        by_products = any([node.target is torch.ops.aten.bmm.default for node in made.graph.graph.nodes])
+        known: Any = Finder(ATTENTION + FORMULAS if by_products else FORMULAS, wants_triton)
         if self.recipe is None:
             return with_parts(made, leaves, asked, known) or made
         low = LowProducts(where, self.recipe, self.skip, len(self.outside.params))
