@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from products import Products
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import Needs, TorchConfig, backend, op_from_module, report
+from funcops import nn as fnn
 from funcops.adapters.from_function.formulas import ATTENTION, FORMULAS, rotation, rotation_rounded
 from funcops.adapters.from_function.joint import Like, joint_graph
 from funcops.adapters.from_function.matched import Finder, Forward
@@ -406,6 +408,35 @@ def test_a_backward_that_is_not_of_the_forwards_operators_stays_autograds(name):
     if found == {}:
         assert torch.equal(y, want) and all(map(torch.equal, [dx, *dparams.values()], grads))
     assert found in ({}, dict(rms_norm=1)) and (found == {} or name in ("a write", "no_grad"))
+
+
+class Names(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_a_whole_model_runs_with_parts(casts):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU("tanh"), nn.Dropout(), nn.Linear(32, 16))
+    untouched, x, found = copy.deepcopy(model), torch.randn(8, 16), []
+    with backend("triton"):
+        fnn.from_torch(model, example=x)
+        for one in (model, untouched):
+            torch.manual_seed(1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts), Names() as ran:
+                y = one(x)
+                grads = torch.autograd.grad(y.float().square().sum(), list(one.parameters()))
+            found.append((y.detach(), *grads))
+            assert ("funcops.layer_norm_fwd.default" in ran.names) == (one is model)
+    assert_close(*found, dtype=found[0][0].dtype)
 
 
 def test_a_trace_holds_for_the_backend_of_its_call():

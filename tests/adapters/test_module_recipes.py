@@ -5,6 +5,7 @@ import copy
 import pytest
 import tiny_models
 import torch
+from products import Products
 from torch import nn
 
 from funcops import (
@@ -160,3 +161,25 @@ def test_a_report_of_a_module_is_the_report_of_the_same_config():
         quantization_report(params, x, op, Fp8Block(), total=True)
     with pytest.raises(TypeError, match="cfg must be a config, or an op that op_from_module made"):
         quantization_report(None, x, op_from_torch(lambda params, x, cfg: x), Fp8Block())
+
+
+@pytest.mark.slow
+def test_adapters_of_peft_beside_layers_in_low_precision():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
+    model, x, skip = peft.get_peft_model(mlp(), config), torch.randn(6, 32), ("*lora_*", "*.3")
+    op, params = op_from_module(model, x, recipe=Fp8Current(), skip=skip)
+    with Products() as forward:
+        y, residuals = op.fwd(params, x, CFG, needs=Needs(x=False, params=True))
+    dparams, _ = op.bwd(residuals, torch.ones_like(y), CFG)
+    swapped = copy.deepcopy(model)
+    fnn.from_torch(swapped, recipe=Fp8Current(), only="*.base_layer")
+    want = swapped(x)
+    want.sum().backward()
+    assert torch.equal(y, want) and forward.count == 7, "x, a and b of two adapters are never one weight"
+    for name, p in swapped.named_parameters():
+        assert (dparams[name] is None) == (p.grad is None) == ("lora" not in name), name
+        assert p.grad is None or torch.equal(dparams[name], p.grad)
+    rows = quantization_report(params, x, op, Fp8Current()).rows
+    layers = [f"{i}.{name}" for i in (0, 2) for name in ("base_layer", "lora_A.default", "lora_B.default")]
+    assert [row.path.rpartition("model.")[2] for row in rows] == [*layers, "3"]

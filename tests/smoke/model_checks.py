@@ -178,7 +178,7 @@ def collectives_of_one_rank(on: SmokeDevice) -> Any:
 
 
 class Mlp(torch.nn.Module):
-    """A norm and a gated MLP, as Hugging Face's Llama has them."""
+    """A norm and a gated MLP, as Hugging Face's Llama has them, and torch's attention in between."""
 
     def __init__(self, dim: int, device: str) -> None:
         super().__init__()
@@ -189,6 +189,9 @@ class Mlp(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n = x.float()
         n = self.weight * (n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        heads = n.unflatten(-1, (-1, 16)).transpose(0, 1).unsqueeze(0)
+        mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        n = mixed[0].transpose(0, 1).flatten(1)
         return x + self.down(torch.nn.functional.silu(self.gate(n)) * self.up(n))
 
 
