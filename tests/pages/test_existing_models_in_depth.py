@@ -317,6 +317,7 @@ HELD = {  # by how each sentence of the page begins: what holds it
         f"{LOW}test_layers_that_are_skipped_or_refused_have_the_modules_bits",
     ),
     "A recipe with state": f"{LOW}test_what_a_recipe_cannot_serve_is_refused",
+    "An adapter of PEFT has": f"{LOW}test_adapters_of_peft_beside_layers_in_low_precision",
     "`quantization_report` of": (f"{LOW}test_a_report_of_a_module_is_the_report_of_the_same_config", BLOCKS),
     "`stages_from_module(module, example, cuts)` traces": (
         f"{CUT}test_a_chain_of_stages_has_autograds_gradients_to_the_bit",
