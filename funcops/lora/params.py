@@ -14,6 +14,7 @@ from funcops.engine import random
 from funcops.engine.backend import wide
 from funcops.engine.contract.configs import Composite, found_once
 from funcops.engine.contract.needs import Mask, Needs
+from funcops.engine.contract.op import Op
 from funcops.engine.contract.walk import steps, ties
 from funcops.engine.errors import FLOATS, check, describe, differing, fail, join_path, require_dtype, require_type
 from funcops.engine.random import check_key
@@ -32,8 +33,9 @@ def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None =
     """Return the params of `cfg` (from `with_lora`): the base config's, the same objects, and new adapters.
 
     a: uniform in ±1/sqrt(I), Kaiming's with a = sqrt(5), as PEFT draws it; b: zero, so that y does not change. Each adapter has
-    its own key, by path and layer. `dtype`: the adapters'; by default their weight's. Raises `ValueError` or `TypeError`, with the
-    path, if params are not the base config's: a step without params must be None, not left out.
+    its own key, by path and layer. `dtype`: the adapters'; by default their weight's. `cfg` may be an op that `with_lora` made, and
+    params a dict of the module's. Raises `ValueError` or `TypeError`, with the path, if params are not the base config's: a step
+    without params must be None, not left out.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.lora import lora_init, with_lora
@@ -46,6 +48,10 @@ def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None =
     where = "lora_init"
     check_key(where, key)
     require_dtype(where, dtype)
+    if isinstance(cfg, Op):
+        if not getattr(cfg.named, "layers", None):
+            fail(where, "cfg", "a config, or an op that with_lora made", describe(cfg), TypeError)
+        return cfg.named.lora_init(where, params, key, dtype)
     for linear in adapted(where, cfg):
         node = _base(where, params, linear.path, linear)
         like = _like(node.weight, params)

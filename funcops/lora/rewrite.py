@@ -41,6 +41,10 @@ def with_lora(
     its own weight. The config of a layer itself, whose path is "", becomes a `chain`'s. For adapters of several ranks, call it once
     for each.
 
+    `cfg` may be an op that `op_from_module` made: the result is an op then, and `targets` are globs over the paths of modules whose
+    products `F.linear` computes of a parameter. `lora_init(params, op, key=key)` adds the adapters' params, `PATH.lora.a` and
+    `PATH.lora.b`. It takes no dropout, and `key` is not read.
+
     Raises `ValueError` for a rank below 1, a glob that matches no linear step, and a glob that matches a linear with an adapter.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear
@@ -52,6 +56,8 @@ def with_lora(
     (['base', 'lora'], torch.Size([2, 8]), ['up', 'down'])
     """
     where = "with_lora"
+    if isinstance(cfg, Op):
+        return _of_module(where, cfg, rank, targets, alpha, dropout)
     require_config(where, cfg)
     require_count(where, rank=rank)
     check_globs(where, "targets", targets)
@@ -81,6 +87,18 @@ def with_lora(
         return chain, _both(part, adapter, key, rank, scale, dropout)
 
     return rewrite(cfg, adapt)[1]
+
+
+def _of_module(where: str, op: Op, rank: int, targets: Sequence[str], alpha: float | None, dropout: float) -> Op:
+    if not hasattr(op.named, "with_lora"):
+        fail(where, "cfg", "a config, or an op that op_from_module made", describe(op), TypeError)
+    require_count(where, rank=rank)
+    check_globs(where, "targets", targets)
+    require(len(targets) > 0, where, "targets", "at least one glob", repr(targets))
+    if alpha is not None:
+        require_number(where, alpha=alpha)
+    require(dropout == 0.0, where, "dropout", "0 for an op of a module", dropout)
+    return op.named.with_lora(where, rank, targets, (rank if alpha is None else alpha) / rank)  # type: ignore[no-any-return]
 
 
 def is_adapted(cfg: Any) -> bool:

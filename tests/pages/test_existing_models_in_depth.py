@@ -318,6 +318,11 @@ HELD = {  # by how each sentence of the page begins: what holds it
     ),
     "A recipe with state": f"{LOW}test_what_a_recipe_cannot_serve_is_refused",
     "An adapter of PEFT has": f"{LOW}test_adapters_of_peft_beside_layers_in_low_precision",
+    "`with_lora` of an op puts": (
+        "tests/adapters/test_module_lora.py::test_results_and_gradients_by_path",
+        "tests/adapters/test_module_lora.py::test_no_product_of_the_weights_is_kept_or_made",
+    ),
+    "What requires no gradient": ("tests/adapters/test_module_lora.py::test_results_and_gradients_by_path", BLOCKS),
     "`quantization_report` of": (f"{LOW}test_a_report_of_a_module_is_the_report_of_the_same_config", BLOCKS),
     "`stages_from_module(module, example, cuts)` traces": (
         f"{CUT}test_a_chain_of_stages_has_autograds_gradients_to_the_bit",

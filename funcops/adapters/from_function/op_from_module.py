@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.flatten import Shape, TensorIndex, gradients, indexed_paths, unflatten
+from funcops.adapters.from_function.adapted import Layers, adapted, adapters, layers_in, names_of, parts_of
 from funcops.adapters.from_function.cut import KEPT, Rules
 from funcops.adapters.from_function.first_run import first_run
 from funcops.adapters.from_function.formulas import ATTENTION, FORMULAS
@@ -18,7 +19,7 @@ from funcops.adapters.from_function.keyed import draw_by_key
 from funcops.adapters.from_function.layers import trace_layers
 from funcops.adapters.from_function.lent import lent, put
 from funcops.adapters.from_function.low_products import LowProducts, Seen, check_recipe
-from funcops.adapters.from_function.matched import Finder, with_parts
+from funcops.adapters.from_function.matched import Finder, Forward, Part, with_parts
 from funcops.adapters.from_function.op_from_torch import TorchConfig, Traces
 from funcops.adapters.from_function.plan import plans
 from funcops.adapters.from_function.read_by_module import ReadByModule
@@ -157,6 +158,8 @@ class ModuleTraces(NamedTraces):
     outside: ReadByModule
     recipe: Recipe | None = None
     skip: tuple[str, ...] = ()
+    layers: Layers = {}  # with adapters
+    linear: dict[str, str] = {}  # the weights of all layers, by path, once some have adapters
 
     def __init__(self, module: nn.Module, output: Callable[[Any], Any] | None, beside: frozenset[str] = frozenset()) -> None:
         super().__init__(type(module).__name__, self._call, TorchConfig, self.own_params, ReadByModule(module, beside))
@@ -164,8 +167,25 @@ class ModuleTraces(NamedTraces):
         self.written: tuple[str, ...] = ()  # names of buffers that the forward writes to, of the trace that is made
 
     def own_params(self, cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Tensor]:
-        """The module's parameters as they are, on this device and in this dtype."""
-        return {name: p.detach().to(device, dtype) for name, p in self.module.named_parameters()}
+        """The module's parameters as they are, on this device and in this dtype, and the adapters'."""
+        own = {name: p.detach().to(device, dtype) for name, p in self.module.named_parameters()}
+        return own | adapters(self.layers, own, key, device, dtype) if self.layers else own
+
+    def with_lora(self, where: str, rank: int, targets: Sequence[str], scale: float) -> Op:
+        """The op with adapters beside the linear layers that the targets match."""
+        params = self.outside.params
+        made = ModuleTraces(self.module, self.output)
+        made.recipe, made.skip = self.recipe, self.skip
+        made.linear = self.linear or layers_in(self.whole.last.cutter.graph, params)
+        made.layers = adapted(where, made.linear, params, self.layers, rank, targets, scale)
+        return made.op()
+
+    def lora_init(self, where: str, params: Any, key: Tensor, dtype: Any) -> dict[str, Tensor]:
+        """These params, and new ones of the adapters that they lack."""
+        new = adapters(self.layers, self.outside.params, key, None, dtype)
+        if not isinstance(params, Mapping) or not self.outside.params.keys() <= params.keys() <= {*self.outside.params, *new}:
+            fail(where, "params", "the module's parameters by name", describe(params))
+        return {**params, **{name: t for name, t in new.items() if name not in params}}
 
     def fixed(self, params_shape: Any, x_shape: Any) -> frozenset[int]:
         """Parameters that do not require grad, and buffers."""
@@ -179,6 +199,8 @@ class ModuleTraces(NamedTraces):
         where = f"{self.label}_fwd"
         if not isinstance(params, Mapping):
             fail(where, "params", "a dict of the module's parameters by name", describe(params), TypeError)
+        if self.layers and params.keys() == {*(wanted := [*self.outside.params, *names_of(self.layers)])}:
+            params = {name: params[name] for name in wanted}
         if isinstance(x, WithExtras):
             buffers = [name for name, _ in self.module.named_buffers()]
             if odd := [name for name in x.extras if name not in (*buffers, KEY)]:
@@ -191,9 +213,10 @@ class ModuleTraces(NamedTraces):
         return super().traced(params, x, cfg, needs)
 
     def _trace(self, cfg: Any, params_shape: Any, *rest: Any) -> Any:
-        if params_shape.keys() != self.outside.params.keys():  # of the module as it now is
+        names = dict.fromkeys([*self.outside.params, *names_of(self.layers)])
+        if params_shape.keys() != names.keys():  # of the module as it now is
             wanted = "the module's parameters by name"
-            fail(f"{self.label}_fwd", "params", wanted, differing(params_shape, self.outside.params))
+            fail(f"{self.label}_fwd", "params", wanted, differing(params_shape, names))
         return super()._trace(cfg, params_shape, *rest)
 
     def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...], x_shape: Any) -> Joint:
@@ -245,12 +268,18 @@ class ModuleTraces(NamedTraces):
         made = trace_layers(where, self.module, run, leaves, asked)
         by_products = any([node.target is torch.ops.aten.bmm.default for node in made.graph.graph.nodes])
         known: Any = Finder(ATTENTION + FORMULAS if by_products else FORMULAS, wants_triton)
-        if self.recipe is None:
+        if self.recipe is None and not self.layers:
             return with_parts(made, leaves, asked, known) or made
-        low = LowProducts(where, self.recipe, self.skip, len(self.outside.params))
-        found = with_parts(made, leaves, asked, lambda forward: known(forward) | low(forward))
+        count = len(self.outside.params)
+
+        def find(forward: Forward) -> dict[Any, Part]:
+            low = {} if self.recipe is None else LowProducts(where, self.recipe, self.skip, count)(forward)
+            return known(forward) | low | (parts_of(where, forward, count, self.layers, low) if self.layers else {})
+
+        found = with_parts(made, leaves, asked, find)
         if found is None:
-            fail(where, "recipe", f"for a module {OF_OPERATORS}", type(self.recipe).__name__)
+            what = ("adapters", "with_lora") if self.recipe is None else ("recipe", type(self.recipe).__name__)
+            fail(where, what[0], f"for a module {OF_OPERATORS}", what[1])
         return found
 
     def linears(self, params: Any, x: Any, cfg: Any, dy_of: Callable[[Any], Any]) -> list[tuple[str, Tensor, Tensor, Tensor]]:
@@ -304,7 +333,8 @@ class ModuleTraces(NamedTraces):
             own = {name: given.get(name, buffers[name]).clone() for name in self.written}
         if self._own is not None and (odd := [path for path, t in _tensors({"params": params, "x": x}) if t.is_meta]):
             fail(where, odd[0], "a tensor with values, as a trace runs the module", "one on the meta device")
-        values = {**params, **given, **own}
+        added = {*names_of(self.layers)}  # which the module does not know
+        values = {**{name: p for name, p in params.items() if name not in added}, **given, **own}
         try:
             y = self.result(values, main)
         except torch.OutOfMemoryError:
