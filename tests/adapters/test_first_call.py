@@ -324,3 +324,32 @@ def test_copies_and_pickles():
     assert graphs(again) == set() and again.forward.lazy
     torch.testing.assert_close(again(x), want)
     assert graphs(again) == {""}
+
+
+class Stepping(nn.Module):
+    """Counts where no attribute changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.count = nn.Parameter(torch.ones(6)), itertools.count()
+
+    def forward(self, x):
+        next(self.count)
+        return torch.nn.functional.softplus(x * self.scale).square()
+
+
+def test_a_trace_runs_the_forward_and_later_calls_do_not():
+    model, x = Stepping(), torch.randn(3, 6)
+    fnn.from_torch(model)
+    model(x)
+    runs = next(model.count)
+    model(x)
+    assert 1 < runs <= 5 and next(model.count) == runs + 1  # the trace's, and one that counts torch's bytes
+
+
+def test_the_gradients_of_a_graph_come_together():
+    model = Blocks()
+    fnn.from_torch(model)
+    y = model(torch.randn(3, 6))
+    leaves = [node.variable for node, _ in y.grad_fn.next_functions if node is not None]
+    assert {*map(id, leaves)} == {*map(id, model.parameters())}

@@ -12,6 +12,7 @@ from existing_models import (
     BY_RECIPE,
     BYTES,
     CUT,
+    FIRST,
     GRAPH,
     GRAPHS,
     KEPT_BETWEEN,
@@ -218,6 +219,19 @@ HELD = {  # by how each sentence of the page begins: what holds it
         f"{GRAPH}test_many_shapes_run_as_before",
         f"{ADAPTERS}test_op_from_module.py::test_what_cannot_be_traced_is_refused_before_anything_is_changed",
     ),
+    "`from_torch(model)` without an example": f"{FIRST}test_what_from_torch_leaves_to_layers",
+    "It warns of nothing": f"{FIRST}test_parts_are_traced_where_a_whole_cannot_be",
+    "So is each block inside": f"{FIRST}test_gradients_come_by_blocks_inside_distributed_data_parallel",
+    "A model with an `nn.RNN`": (
+        f"{FIRST}test_a_recurrent_model_is_left_to_torch",
+        f"{ALIVE}test_x_may_be_written_to_where_torch_reads_y",
+        BLOCKS,
+    ),
+    "A trace runs the forward": (
+        f"{FIRST}test_a_trace_runs_the_forward_and_later_calls_do_not",
+        f"{FIRST}test_a_forward_that_prints",
+    ),
+    "The gradients of a graph come": f"{FIRST}test_the_gradients_of_a_graph_come_together",
     "If the example cannot be traced": f"{GRAPH}test_a_model_that_cannot_be_traced_is_left_as_it_was",
     "A swapped layer's output": (
         STRIDES,
