@@ -19,7 +19,7 @@ from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
 from funcops.adapters.nn.whole import WHOLE, is_ours, place, undo, whole
 from funcops.engine.compose.chain import chain
-from funcops.engine.errors import describe, fail, join_path, require, require_type
+from funcops.engine.errors import describe, fail, join_path, require, require_flag, require_type
 from funcops.engine.residuals.policy import Policy
 from funcops.library.formats.recipes import Recipe
 from funcops.memory.policy import with_policy
@@ -96,6 +96,7 @@ def from_torch(
        1 x Sequential -> its joint graph: (the model)
     """
     require_type("from_torch", "model", model, nn.Module)
+    require_flag("from_torch", trace=trace)
     if example is not None:
         given = dict(policy=policy, recipe=recipe, only=only, skip=skip or None, trace=None if trace else False)
         others = [name for name, value in given.items() if value is not None]
