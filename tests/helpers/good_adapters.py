@@ -100,6 +100,7 @@ ADAPTERS = {
             "recipe": None,
             "only": None,
             "skip": (),
+            "trace": True,
             "example": None,
         },
         {"policy": (3, "no such"), "recipe": (3, "fp8_block"), "only": (3, (3,)), "skip": (3, (3,))},
