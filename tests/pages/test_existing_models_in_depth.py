@@ -39,6 +39,7 @@ from funcops import nn as fnn
 from funcops.adapters.nn import whole
 from funcops.low_precision import NVFP4, Fp8Block
 
+BATCHED = f"{ADAPTERS}test_batched_traces.py::"
 BOTH = "tests/pages/test_existing_models.py::"  # what both pages say
 PAGE = (ROOT / "docs" / "existing-models-in-depth.md").read_text()
 
@@ -338,6 +339,9 @@ HELD = {  # by how each sentence of the page begins: what holds it
     ),
     "What requires no gradient": ("tests/adapters/test_module_lora.py::test_results_and_gradients_by_path", BLOCKS),
     "`quantization_report` of": (f"{LOW}test_a_report_of_a_module_is_the_report_of_the_same_config", BLOCKS),
+    "`batch_wgrads` adds up": f"{BATCHED}test_every_way_has_the_sums_of_one_wgrad_after_another",
+    "A gradient that is": f"{BATCHED}test_products_are_joined",
+    "Any other (of a": f"{BATCHED}test_products_are_joined",
     "`stages_from_module(module, example, cuts)` traces": (
         f"{CUT}test_a_chain_of_stages_has_autograds_gradients_to_the_bit",
         BLOCKS,

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from funcops.adapters.flatten import Shape, TensorIndex, flatten, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.compiled import Watched, constants, stand_in, uncompiled
 from funcops.adapters.from_function.cut import Cutter, Graphs, Rules, has_gradient
+from funcops.adapters.from_function.factors import Factors, factors_of
 from funcops.adapters.from_function.joint import Joint, Like, copied, refuse_trained, resolved, trace
 from funcops.adapters.from_function.missing import without
 from funcops.adapters.from_function.outside import ReadByFunction
@@ -27,7 +28,7 @@ from funcops.adapters.from_function.plan import run_once
 from funcops.adapters.from_function.read_by_module import ReadByModule
 from funcops.engine.backend import select
 from funcops.engine.contract import rerun
-from funcops.engine.contract.accumulators import accumulate
+from funcops.engine.contract.accumulators import accumulate, check_into
 from funcops.engine.contract.configs import OpConfig, require_config
 from funcops.engine.contract.marks import mark_of, version
 from funcops.engine.contract.needs import Needs, check_needs
@@ -98,6 +99,7 @@ class Traced:
     fixed: frozenset[int]  # leaves whose gradients nobody asks for
     cuts: dict[Any, Traced] = dataclasses.field(default_factory=dict)
     fewer: dict[frozenset[int], Traced] = dataclasses.field(default_factory=dict)  # by the outputs without a gradient
+    factored: list[Factors] = dataclasses.field(default_factory=list)
 
     def asking(self, needs: Needs) -> Traced:
         """The same trace, which has the gradients of all leaves, cut for fewer of them."""
@@ -107,7 +109,7 @@ class Traced:
     def cut(self, asked: tuple[bool, ...], rules: Rules | None) -> Traced:
         key = asked, rules
         if key not in self.cuts:
-            self.cuts[key] = dataclasses.replace(self, graphs=self.cutter.graphs(asked, rules), asked=asked, fewer={})
+            self.cuts[key] = dataclasses.replace(self, graphs=self.cutter.graphs(asked, rules), asked=asked, fewer={}, factored=[])
         return self.cuts[key]
 
     def asking_while_compiling(self, number: str, *masks: Any) -> str:
@@ -119,7 +121,7 @@ class Traced:
     def without(self, missing: frozenset[int]) -> Traced:
         """The same trace, cut for gradients of all outputs but these."""
         if missing not in self.fewer:
-            self.fewer[missing] = dataclasses.replace(self, graphs=without(self.graphs, missing), fewer={})
+            self.fewer[missing] = dataclasses.replace(self, graphs=without(self.graphs, missing), fewer={}, factored=[])
         return self.fewer[missing]
 
     def without_while_compiling(self, number: str, *missing: int) -> str:
@@ -128,9 +130,22 @@ class Traced:
 
     without_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
+    @property
+    def factors(self) -> Factors:
+        """The graph of wgrad without its last products."""
+        if not self.factored:
+            self.factored.append(factors_of(self.graphs.wgrad))
+        return self.factored[0]
+
+    def factors_while_compiling(self, number: str) -> str:
+        """The name of `factors`, as a constant for the compiler."""
+        return _takers[number].watched.kept(self.factors)  # type: ignore[no-any-return]
+
+    factors_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def __getstate__(self) -> dict[str, Any]:
         # residuals in another process need their graphs, but no other cut
-        return {"operators": Operators.of(self.graphs)} | vars(self) | {"cutter": None, "cuts": {}, "fewer": {}}
+        return {"operators": Operators.of(self.graphs)} | vars(self) | {"cutter": None, "cuts": {}, "fewer": {}, "factored": []}
 
     def nothing(self) -> Any:
         """dx without gradients."""
@@ -241,7 +256,7 @@ class Traces:
         rerun.used = True  # from here on a compiler traces what takes notes
         fwd.any_tree = True  # type: ignore[attr-defined]
         made = make_op(self.label, self.config, init=self.init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
-        return made._replace(pending=TorchPending, draws=self.draws, named=self.named)
+        return made._replace(pending=TorchPending, products=self.products, draws=self.draws, named=self.named)
 
     def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...], x_shape: Any) -> Joint:
         return trace(f"{self.label}_fwd", run, leaves, asked)
@@ -424,15 +439,37 @@ class Traces:
         dx, dparams = own.dx(own.graphs.backward.forward(*kept, *dys.values()))
         return dx, unflatten(own.params_shape, own.spread(dparams, 0, own.params)) if residuals.needs.params else None
 
+    def opened(self, label: str, pending: Any, cfg: Any) -> tuple[Any, Traced, list[Any]]:
+        """The pending, its trace, and what the graph of wgrad takes."""
+        if _autocast_enabled():
+            refuse_autocast(label, pending)
+        node = open_node(label, pending, TorchPending, cfg)
+        return node, node.traced, _laid_out(label, "pending.kept", node.traced.graphs, node.traced.graphs.waiting, node.kept)
+
+    def products(self, pending: Any, cfg: Any, *, into: Any) -> list[Any]:
+        """See `Op.products`."""
+        if pending is None:
+            return []
+        label = f"{self.label}_wgrad"
+        _, own, given = self.opened(label, pending, cfg)
+        if torch.compiler.is_dynamo_compiling():
+            id(own)  # its guard
+            factors = getattr(self.watched, own.factors_while_compiling(self.number))
+        else:
+            factors = own.factors
+
+        # what will be added, without data
+        check_into(label, into, unflatten(own.params_shape, own.spread(factors.without_data(), 0, own.params)))
+        have = paths(into)
+        accumulators = [have[path] for i, path in sorted(indexed_paths(own.params_shape, "")) if own.asked[i]]
+        return factors.products(factors.graph.forward(*given), accumulators)  # type: ignore[no-any-return]
+
     def weights(self, pending: Any, cfg: Any, into: Any) -> Any:
         label, init = f"{self.label}_wgrad", self.init
         if pending is None:
             return nothing_like(init(cfg, key=None, device="meta", dtype=None)) if into is None and init is not None else into
-        if _autocast_enabled():
-            refuse_autocast(label, pending)
-        node = open_node(label, pending, TorchPending, cfg)
-        own: Traced = node.traced
-        found = own.graphs.wgrad.forward(*_laid_out(label, "pending.kept", own.graphs, own.graphs.waiting, node.kept))
+        node, own, given = self.opened(label, pending, cfg)
+        found = own.graphs.wgrad.forward(*given)
         if node is pending and into is None:  # which still holds those that dgrad computed already
             found = [g.clone() if passes and g is not None else g for g, passes in zip(found, own.graphs.passes, strict=True)]
         dparams = unflatten(own.params_shape, own.spread(found, 0, own.params))

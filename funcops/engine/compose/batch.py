@@ -29,13 +29,13 @@ HOW = ("each", "concatenate", "batch", "group")
 def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None, how: str | None = None) -> Any:
     """The sum of `op.wgrad(pending, cfg)` over the pendings (microbatches), added to `into` if given.
 
-    Products of linear layers run together, wherever in a chain they are: also in low precision, over ranks and of groups, each kind
-    with its own. `how`: "concatenate" products for one weight along tokens, "batch" products of one shape (`torch.bmm`), "group"
-    products that differ only in tokens (`grouped_mm`), "each" alone; products that cannot be joined so run alone, as codes with a
-    scale for a whole tensor do. By default the way that a measured table says is fastest for the device, dtype and sizes
-    (`docs/benchmarks/cpu-wgrads.csv`, made by `python -m benchmarks wgrads`). The results equal the one-by-one sums up to the order
-    of addition; without `into` gradients of 16 bits are summed in float32, and rounded at the end, to the widest dtype among the
-    pendings.
+    Products of linear layers run together, wherever in a chain or a traced module they are: also in low precision, over ranks and
+    of groups, each kind with its own. `how`: "concatenate" products for one weight along tokens, "batch" products of one shape
+    (`torch.bmm`), "group" products that differ only in tokens (`grouped_mm`), "each" alone; products that cannot be joined so run
+    alone, as codes with a scale for a whole tensor do. By default the way that a measured table says is fastest for the device,
+    dtype and sizes (`docs/benchmarks/cpu-wgrads.csv`, made by `python -m benchmarks wgrads`). The results equal the one-by-one sums
+    up to the order of addition; without `into` gradients of 16 bits are summed in float32, and rounded at the end, to the widest
+    dtype among the pendings.
 
     Raises what `op.wgrad` raises, before anything is added to `into`, and `ValueError` for an unknown `how` or without any pending.
 
