@@ -39,6 +39,7 @@ from funcops import nn as fnn
 from funcops.adapters.nn import whole
 from funcops.low_precision import NVFP4, Fp8Block
 
+PROFILED = f"{ADAPTERS}test_profiled_traces.py::"
 BATCHED = f"{ADAPTERS}test_batched_traces.py::"
 BOTH = "tests/pages/test_existing_models.py::"  # what both pages say
 PAGE = (ROOT / "docs" / "existing-models-in-depth.md").read_text()
@@ -342,6 +343,12 @@ HELD = {  # by how each sentence of the page begins: what holds it
     "`batch_wgrads` adds up": f"{BATCHED}test_every_way_has_the_sums_of_one_wgrad_after_another",
     "A gradient that is": f"{BATCHED}test_products_are_joined",
     "Any other (of a": f"{BATCHED}test_products_are_joined",
+    "In `profile` and `named_steps()`": (
+        f"{PROFILED}test_each_half_has_the_paths_of_modules",
+        f"{PROFILED}test_what_a_rule_computes_again_is_named_so",
+    ),
+    "What the module itself runs": f"{PROFILED}test_each_half_has_the_paths_of_modules",
+    "Outside of these two": f"{PROFILED}test_the_same_bits_and_nothing_outside_of_the_block",
     "`stages_from_module(module, example, cuts)` traces": (
         f"{CUT}test_a_chain_of_stages_has_autograds_gradients_to_the_bit",
         BLOCKS,

@@ -48,7 +48,7 @@ class CutSteps(Steps):
     def __init__(self, module: nn.Module, where: str, starts: Mapping[int, str]) -> None:
         super().__init__(module)
         self.where, self.starts = where, starts
-        self.stage, self.backward = 0, False
+        self.stage = 0
         self.numbers: list[int] = []  # of autograd's first node in each later stage
         self.before: list[fx.Node] = []  # the last node before each
         self.alive: list[dict[Edge, fx.Node | None]] = []  # the tensors at the beginning of each
@@ -57,7 +57,7 @@ class CutSteps(Steps):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         mode = get_proxy_mode()
-        if threading.get_ident() == self.thread and id(module) in self.starts and mode is not None and not self.backward:
+        if threading.get_ident() == self.thread and id(module) in self.starts and mode is not None and self.backward is None:
             self.mark()
             tensors = [t for t in list(mode.tracer.tensor_tracker) if t.requires_grad]
             # first, because a view that was written to makes its node when it is asked for it
@@ -68,12 +68,11 @@ class CutSteps(Steps):
         super()._enter(module, args)
 
     def label(self, custom: dict[str, Any]) -> None:
-        custom.setdefault("stage", (self.stage, self.backward))
-        if not self.backward:
-            super().label(custom)
+        custom.setdefault("stage", (self.stage, self.backward is not None))
+        super().label(custom)
 
     def gradients(self, ys: list[Tensor], dys: list[Tensor], wanted: list[Tensor]) -> list[Any]:
-        self.backward, last = True, self.stage
+        last = self.stage
         roots: list[Edge] = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, ys)]
         nodes, readers = dict[Any, None](), [(edge, last) for edge in roots]
         while readers:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
@@ -68,7 +70,7 @@ class Like(NamedTuple):
         if not torch.compiler.is_dynamo_compiling():
             return t.stride() == self.stride
         # the compiler may have symbols here, and strides of t that it cannot compare, but it knows what is contiguous
-        own = self._replace(shape=tuple(map(index, self.shape)), stride=tuple(map(index, self.stride)))
+        own = self._replace(shape=tuple(map(operator.index, self.shape)), stride=tuple(map(operator.index, self.stride)))
         if not own.is_dense():
             return t.stride() == own.stride
         return t.permute(sorted(range(len(own.stride)), key=lambda i: -own.stride[i])).is_contiguous()
@@ -188,8 +190,15 @@ class Steps:
 
     def __init__(self, module: nn.Module) -> None:
         self.paths = {id(part): path for path, part in module.named_modules()}
-        self.stack, self.seen, self.thread = [""], 0, threading.get_ident()
+        self.begin("")
         self.constants: list[Tensor] = []
+
+    def begin(self, path: str) -> None:
+        """Begin a trace of the module at a path."""
+        # a device's backward has a thread of its own
+        self.stack, self.seen, self.thread = [path], 0, threading.get_ident()
+        self.ran: list[tuple[int, str]] = []  # the number of autograd's next node, and the path, whenever another module ran on
+        self.backward: str | None = None  # the path of the module whose backward runs
 
     def __enter__(self) -> None:
         hooks = nn.modules.module
@@ -207,6 +216,7 @@ class Steps:
             return  # another thread's model
         self.mark()
         self.stack.append(self.paths.get(id(module), self.stack[-1]))
+        self.ran.append((torch.autograd._get_sequence_nr(), self.stack[-1]))
         node = self.node(args[0]) if args and module._parameters else None
         if node is not None:
             node.meta.setdefault("custom", {}).setdefault("input", f"{self.stack[-1]}.input".lstrip("."))
@@ -215,6 +225,7 @@ class Steps:
         if threading.get_ident() == self.thread:
             self.mark()
             self.stack.pop()
+            self.ran.append((torch.autograd._get_sequence_nr(), self.stack[-1]))
 
     def mark(self) -> None:
         """Give the nodes that are new the path of the module that runs."""
@@ -227,12 +238,32 @@ class Steps:
         self.seen = len(nodes)
 
     def label(self, custom: dict[str, Any]) -> None:
-        """Say in a new node's meta where it was computed."""
-        custom.setdefault("path", self.stack[-1])
+        """Say in a new node's meta where it was computed or, of one of the backward, the module whose backward it is."""
+        if self.backward is None:
+            custom.setdefault("path", self.stack[-1])
+        else:
+            custom.setdefault("backward", self.backward)
 
     def gradients(self, ys: list[Tensor], dys: list[Tensor], wanted: list[Tensor]) -> list[Any]:
         """The gradients of the wanted leaves."""
-        return _gradients(ys, dys, wanted)
+        self.backward = self.stack[0]
+        todo, hooks = [get_gradient_edge(y).node for y in ys], dict[Any, Any]()
+        while todo:
+            node = todo.pop()
+            if node not in hooks:
+                hooks[node] = node.register_prehook(functools.partial(self._enter_backward, node._sequence_nr()))
+                todo += [source for source, _ in node.next_functions if source is not None]
+        try:
+            return _gradients(ys, dys, wanted)
+        finally:
+            self.mark()
+            for hook in hooks.values():
+                hook.remove()
+
+    def _enter_backward(self, number: int, dys: Any) -> None:
+        self.mark()
+        before = bisect_right(self.ran, number, key=operator.itemgetter(0))
+        self.backward = self.ran[before - 1][1] if before else self.stack[0]
 
     def finish(self, traced: fx.GraphModule) -> None:
         """Change the whole graph, while its writes are still in it."""
@@ -264,8 +295,8 @@ class Steps:
         self, path: str, run: Run, leaves: Sequence[Tensor], dys: Sequence[Like], asked: Sequence[bool]
     ) -> fx.GraphModule:
         """The joint graph of the module at a path, within the trace of the whole."""
-        before = self.stack, self.seen, self.thread
-        self.stack, self.seen, self.thread = [path], 0, threading.get_ident()  # a device's backward has a thread of its own
+        before = self.stack, self.seen, self.thread, self.ran, self.backward
+        self.begin(path)
         try:
             count = len(self.constants)
             made = joint_graph(run, list(leaves), dys, asked, self)
@@ -273,7 +304,7 @@ class Steps:
                 raise _ReadsValues("values that its equals may have otherwise")
             return made
         finally:
-            self.stack, self.seen, self.thread = before
+            self.stack, self.seen, self.thread, self.ran, self.backward = before
 
     def here(self) -> str:
         """The module that ran last, which after an error is the one that raised."""

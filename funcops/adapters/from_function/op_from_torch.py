@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from funcops.adapters.flatten import Shape, TensorIndex, flatten, gradients, indexed_paths, unflatten
@@ -23,10 +23,11 @@ from funcops.adapters.from_function.factors import Factors, factors_of
 from funcops.adapters.from_function.joint import Joint, Like, copied, refuse_trained, resolved, trace
 from funcops.adapters.from_function.missing import without
 from funcops.adapters.from_function.outside import ReadByFunction
+from funcops.adapters.from_function.paths import HALVES, with_paths
 from funcops.adapters.from_function.pickled import Operators
 from funcops.adapters.from_function.plan import run_once
 from funcops.adapters.from_function.read_by_module import ReadByModule
-from funcops.engine.backend import select
+from funcops.engine.backend import scopes, select
 from funcops.engine.contract import rerun
 from funcops.engine.contract.accumulators import accumulate, check_into
 from funcops.engine.contract.configs import OpConfig, require_config
@@ -98,8 +99,7 @@ class Traced:
     cutter: Cutter
     fixed: frozenset[int]  # leaves whose gradients nobody asks for
     cuts: dict[Any, Traced] = dataclasses.field(default_factory=dict)
-    fewer: dict[frozenset[int], Traced] = dataclasses.field(default_factory=dict)  # by the outputs without a gradient
-    factored: list[Factors] = dataclasses.field(default_factory=list)
+    others: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what `other` has made
 
     def asking(self, needs: Needs) -> Traced:
         """The same trace, which has the gradients of all leaves, cut for fewer of them."""
@@ -109,7 +109,7 @@ class Traced:
     def cut(self, asked: tuple[bool, ...], rules: Rules | None) -> Traced:
         key = asked, rules
         if key not in self.cuts:
-            self.cuts[key] = dataclasses.replace(self, graphs=self.cutter.graphs(asked, rules), asked=asked, fewer={}, factored=[])
+            self.cuts[key] = dataclasses.replace(self, graphs=self.cutter.graphs(asked, rules), asked=asked, others={})
         return self.cuts[key]
 
     def asking_while_compiling(self, number: str, *masks: Any) -> str:
@@ -118,34 +118,41 @@ class Traced:
 
     asking_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def without(self, missing: frozenset[int]) -> Traced:
+    def other(self, make: str, *args: Any) -> Any:
+        """The result of the method `make` of this trace, which is called once."""
+        if (make, args) not in self.others:
+            self.others[make, args] = getattr(self, make)(*args)
+        return self.others[make, args]
+
+    def other_while_compiling(self, number: str, make: str, *args: Any) -> str:
+        """The name of `other`'s result, as a constant for the compiler."""
+        return _takers[number].watched.kept(self.other(make, *args))  # type: ignore[no-any-return]
+
+    other_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def without(self, *missing: int) -> Traced:
         """The same trace, cut for gradients of all outputs but these."""
-        if missing not in self.fewer:
-            self.fewer[missing] = dataclasses.replace(self, graphs=without(self.graphs, missing), fewer={}, factored=[])
-        return self.fewer[missing]
+        return dataclasses.replace(self, graphs=without(self.graphs, frozenset(missing)), others={})
 
-    def without_while_compiling(self, number: str, *missing: int) -> str:
-        """The name of `without`'s trace, as a constant for the compiler."""
-        return _takers[number].watched.kept(self.without(frozenset(missing)))  # type: ignore[no-any-return]
-
-    without_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-    @property
     def factors(self) -> Factors:
         """The graph of wgrad without its last products."""
-        if not self.factored:
-            self.factored.append(factors_of(self.graphs.wgrad))
-        return self.factored[0]
+        return factors_of(self.graphs.wgrad)
 
-    def factors_while_compiling(self, number: str) -> str:
-        """The name of `factors`, as a constant for the compiler."""
-        return _takers[number].watched.kept(self.factors)  # type: ignore[no-any-return]
+    def factors_with_paths(self) -> Factors:
+        found = factors_of(self.graphs.wgrad)
+        return found._replace(graph=with_paths(found.graph, "wgrad"))
 
-    factors_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    def with_paths(self, which: str) -> fx.GraphModule:
+        """One of the graphs, whose steps have the paths of modules."""
+        return with_paths(getattr(self.graphs, which), HALVES[which])
+
+    def home(self, name: str) -> str:
+        """The path of the module that a kept tensor is named by; "" for a leaf and for a captured one."""
+        return "" if name in self.graphs.leaves or name in self.graphs.captured else name.rpartition(".")[0]
 
     def __getstate__(self) -> dict[str, Any]:
         # residuals in another process need their graphs, but no other cut
-        return {"operators": Operators.of(self.graphs)} | vars(self) | {"cutter": None, "cuts": {}, "fewer": {}, "factored": []}
+        return {"operators": Operators.of(self.graphs)} | vars(self) | {"cutter": None, "cuts": {}, "others": {}}
 
     def nothing(self) -> Any:
         """dx without gradients."""
@@ -395,6 +402,17 @@ class Traces:
         graphs = [one.graphs for key, one in list(self.whole.memo[1].items()) if key[:2] == (cfg, repr(cfg))]
         return next((one.draws for one in graphs if one.draws), "")
 
+    def other(self, own: Traced, make: str, *args: Any) -> Any:
+        """See `Traced.other`."""
+        if not torch.compiler.is_dynamo_compiling():
+            return own.other(make, *args)
+        id(own)  # its guard
+        return getattr(self.watched, own.other_while_compiling(self.number, make, *args))
+
+    def ran(self, own: Traced, which: str, given: list[Any]) -> Any:
+        """The results of one of the graphs."""
+        return _run(self.other(own, "with_paths", which) if scopes.on else getattr(own.graphs, which), given)
+
     def forward(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Any, Any]:
         label = f"{self.label}_fwd"
         require_config(label, cfg, self.config)
@@ -406,22 +424,23 @@ class Traces:
             check_needs(label, needs, params, x)
         own, leaves, flat = self.traced(params, x, cfg, needs)
         refuse_trained(label, own.graphs.captured.values())
-        found, count = own.graphs.forward.forward(*flat), len(own.graphs.outputs)
+        found, count = self.ran(own, "forward", flat), len(own.graphs.outputs)
         values, captured = iter(found[count:]), own.graphs.captured
         given = own.graphs.leaves
         kept = {n: leaves[given[n]] if n in given else captured[n] if n in captured else next(values) for n in own.graphs.kept}
         kept.update({n: to_form(kept[n], action) for n, action in own.graphs.actions.items()})
         node: Any = TorchResiduals
-        return unflatten(own.y_shape, _distinct(found[:count])), node.keep(
-            cfg, needs, kept=kept, traced=own, inputs=own
-        ) if needs else None
+        residuals = node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
+        if scopes.on and residuals is not None:
+            scopes.kept(residuals)
+        return unflatten(own.y_shape, _distinct(found[:count])), residuals
 
     def inputs(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
         own: Traced = residuals.traced
         label = f"{self.label}_dgrad"
         own, dys = _as_traced_dys(self, label, own, dy)
         kept = _laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept, own.graphs.idle)
-        found = own.graphs.dgrad.forward(*kept, *dys.values())
+        found = self.ran(own, "dgrad", [*kept, *dys.values()])
         dx, middle = own.dx(found)
         if not residuals.needs.params:
             return dx, None
@@ -436,7 +455,7 @@ class Traces:
         label = f"{self.label}_bwd"
         own, dys = _as_traced_dys(self, label, own, dy)
         kept = _laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept)
-        dx, dparams = own.dx(own.graphs.backward.forward(*kept, *dys.values()))
+        dx, dparams = own.dx(self.ran(own, "backward", [*kept, *dys.values()]))
         return dx, unflatten(own.params_shape, own.spread(dparams, 0, own.params)) if residuals.needs.params else None
 
     def opened(self, label: str, pending: Any, cfg: Any) -> tuple[Any, Traced, list[Any]]:
@@ -452,28 +471,30 @@ class Traces:
             return []
         label = f"{self.label}_wgrad"
         _, own, given = self.opened(label, pending, cfg)
-        if torch.compiler.is_dynamo_compiling():
-            id(own)  # its guard
-            factors = getattr(self.watched, own.factors_while_compiling(self.number))
-        else:
-            factors = own.factors
-
+        factors = self.other(own, "factors_with_paths" if scopes.on else "factors")
         # what will be added, without data
         check_into(label, into, unflatten(own.params_shape, own.spread(factors.without_data(), 0, own.params)))
         have = paths(into)
         accumulators = [have[path] for i, path in sorted(indexed_paths(own.params_shape, "")) if own.asked[i]]
-        return factors.products(factors.graph.forward(*given), accumulators)  # type: ignore[no-any-return]
+        return factors.products(_run(factors.graph, given), accumulators)  # type: ignore[no-any-return]
 
     def weights(self, pending: Any, cfg: Any, into: Any) -> Any:
         label, init = f"{self.label}_wgrad", self.init
         if pending is None:
             return nothing_like(init(cfg, key=None, device="meta", dtype=None)) if into is None and init is not None else into
         node, own, given = self.opened(label, pending, cfg)
-        found = own.graphs.wgrad.forward(*given)
+        found = self.ran(own, "wgrad", given)
         if node is pending and into is None:  # which still holds those that dgrad computed already
             found = [g.clone() if passes and g is not None else g for g, passes in zip(found, own.graphs.passes, strict=True)]
         dparams = unflatten(own.params_shape, own.spread(found, 0, own.params))
         return accumulate(label, dparams, into)
+
+
+def _run(graph: fx.GraphModule, given: list[Any]) -> Any:
+    if not scopes.on or torch.compiler.is_dynamo_compiling():
+        return graph.forward(*given)
+    with scopes.left():
+        return graph.forward(*given)
 
 
 def _offsets(leaves: list[Tensor]) -> tuple[int, ...]:
@@ -582,10 +603,7 @@ def _as_traced_dys(of: Traces, label: str, own: Traced, dy: Any) -> tuple[Traced
         return own, {i: like.zeros() if able[i] else None for i, like in enumerate(outputs)}
     given = {i: d for i, d in enumerate(values) if i not in missing}
     laid_out = {i: d if d is None else outputs[i].laid_out("", "", d) for i, d in given.items()}
-    if missing and torch.compiler.is_dynamo_compiling():
-        id(own)  # its guard
-        return getattr(of.watched, own.without_while_compiling(of.number, *missing)), laid_out
-    return own.without(frozenset(missing)) if missing else own, laid_out
+    return of.other(own, "without", *missing) if missing else own, laid_out
 
 
 def _asked(

@@ -20,7 +20,7 @@ from funcops.engine.backend import scopes
 from funcops.engine.backend.scopes import Label
 from funcops.engine.errors import in_html, on_screen, require_callable, require_count, require_flag, size_of
 from funcops.engine.residuals.report import report
-from funcops.engine.trees import tensors
+from funcops.engine.trees import at, tensors
 
 _HEAD = ("step", "half", "time", "share", "launches", "moved", "kept")
 
@@ -198,8 +198,9 @@ def _counted(fn: Callable[..., Any], args: Any, counted: _Counted) -> dict[Label
 
     def note(outer: Label, residuals: Any) -> None:
         for row in report(residuals, args).rows:
-            step = outer.inside(row.path.rpartition(".")[0], "fwd")
-            kept[step] += row.bytes
+            step = outer.inside(_step(residuals, row.path), "fwd")
+            if row.bytes:
+                kept[step] += row.bytes
 
     scopes.observers.append(note)
     try:
@@ -208,6 +209,16 @@ def _counted(fn: Callable[..., Any], args: Any, counted: _Counted) -> dict[Label
     finally:
         scopes.observers.remove(note)
     return dict(kept)
+
+
+def _step(residuals: Any, path: str) -> str:
+    """The step that keeps the tensor at a path; of an op that was traced the module, whose path is the tensor's name there."""
+    names = path.split(".")
+    for i in [i for i, name in enumerate(names) if name == "kept"][:1]:
+        node = at(residuals, ".".join(names[:i]))
+        if hasattr(node, "traced"):
+            return ".".join([*names[:i], *filter(None, [node.traced.home(".".join(names[i + 1 :]))])])
+    return ".".join(names[:-1])
 
 
 def _exported(profiler: Any) -> dict[str, Any]:

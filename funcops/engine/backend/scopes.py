@@ -172,10 +172,20 @@ def leave() -> None:
         _thread.open.pop()[1].close()
 
 
-def leave_all() -> None:
-    """End what an error left open."""
-    while _thread.open:
+def leave_all(but: int = 0) -> None:
+    """End what an error left open, but for the outermost ones."""
+    while len(_thread.open) > but:
         _thread.open.pop()[1].close()
+
+
+@contextmanager
+def left() -> Iterator[None]:
+    """A block that leaves the scopes which an error in it leaves open."""
+    before = len(_thread.open)
+    try:
+        yield
+    finally:
+        leave_all(before)
 
 
 def kept(residuals: Any) -> None:
