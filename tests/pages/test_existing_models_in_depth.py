@@ -39,6 +39,7 @@ from funcops import nn as fnn
 from funcops.adapters.nn import whole
 from funcops.low_precision import NVFP4, Fp8Block
 
+DONATED = f"{ADAPTERS}test_donated_traces.py::"
 PROFILED = f"{ADAPTERS}test_profiled_traces.py::"
 BATCHED = f"{ADAPTERS}test_batched_traces.py::"
 BOTH = "tests/pages/test_existing_models.py::"  # what both pages say
@@ -343,6 +344,8 @@ HELD = {  # by how each sentence of the page begins: what holds it
     "`batch_wgrads` adds up": f"{BATCHED}test_every_way_has_the_sums_of_one_wgrad_after_another",
     "A gradient that is": f"{BATCHED}test_products_are_joined",
     "Any other (of a": f"{BATCHED}test_products_are_joined",
+    "With `donate` memory falls": f"{DONATED}test_a_kept_tensor_is_freed_after_its_last_reader",
+    "What `wgrad` reads, too": f"{DONATED}test_a_kept_tensor_is_freed_after_its_last_reader",
     "In `profile` and `named_steps()`": (
         f"{PROFILED}test_each_half_has_the_paths_of_modules",
         f"{PROFILED}test_what_a_rule_computes_again_is_named_so",

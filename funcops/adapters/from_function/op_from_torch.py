@@ -7,6 +7,7 @@ the residuals, named by the graph's nodes; those that cross the second cut are t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from funcops.adapters.flatten import Shape, TensorIndex, flatten, gradients, indexed_paths, unflatten
+from funcops.adapters.from_function.boxed import boxed
 from funcops.adapters.from_function.compiled import Watched, constants, stand_in, uncompiled
 from funcops.adapters.from_function.cut import Cutter, Graphs, Rules, has_gradient
 from funcops.adapters.from_function.factors import Factors, factors_of
@@ -35,7 +37,7 @@ from funcops.engine.contract.marks import mark_of, version
 from funcops.engine.contract.needs import Needs, check_needs
 from funcops.engine.contract.op import Op, config, dgrad_of, make_op, refuse_autocast
 from funcops.engine.contract.rerun import note
-from funcops.engine.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
+from funcops.engine.contract.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
 from funcops.engine.errors import check, describe, describe_tree, fail, join_path, require, require_callable, require_type, stale
 from funcops.engine.residuals.forms import from_form, to_form
 from funcops.engine.trees import nothing_like, paths
@@ -146,6 +148,10 @@ class Traced:
         """One of the graphs, whose steps have the paths of modules."""
         return with_paths(getattr(self.graphs, which), HALVES[which])
 
+    def boxed(self, which: str, named: bool) -> fx.GraphModule:
+        """One of the graphs, which takes its inputs out of a list."""
+        return boxed(self.other("with_paths", which) if named else getattr(self.graphs, which))
+
     def home(self, name: str) -> str:
         """The path of the module that a kept tensor is named by; "" for a leaf and for a captured one."""
         return "" if name in self.graphs.leaves or name in self.graphs.captured else name.rpartition(".")[0]
@@ -241,14 +247,8 @@ class Traces:
         def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
             return self.forward(params, x, cfg, needs)
 
-        def inputs(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
-            return self.inputs(residuals, dy)
-
-        def whole(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
-            return self.backward(residuals, dy)
-
-        dgrad = dgrad_of(TorchResiduals, f"{self.label}_dgrad")(inputs)
-        both = dgrad_of(TorchResiduals, f"{self.label}_bwd")(whole)
+        dgrad = self._opening("dgrad", self.inputs)
+        both = self._opening("bwd", self.backward)
 
         def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
             return self.weights(pending, cfg, into)
@@ -264,6 +264,20 @@ class Traces:
         fwd.any_tree = True  # type: ignore[attr-defined]
         made = make_op(self.label, self.config, init=self.init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
         return made._replace(pending=TorchPending, products=self.products, draws=self.draws, named=self.named)
+
+    def _opening(self, half: str, run: Callable[..., Any]) -> Any:
+        """`run(residuals, dy, cfg, given)` with checks; `given`: whether nobody else has the residuals."""
+
+        def of_given(residuals: Any, dy: Any, cfg: Any) -> Any:
+            return run(residuals, dy, cfg, True)
+
+        usual, freeing = (dgrad_of(TorchResiduals, f"{self.label}_{half}")(fn) for fn in (run, of_given))
+
+        @functools.wraps(usual)
+        def opening(residuals: Any, dy: Any, cfg: Any) -> Any:
+            return (freeing if type(residuals) is Donated else usual)(residuals, dy, cfg)
+
+        return opening
 
     def joint(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...], x_shape: Any) -> Joint:
         return trace(f"{self.label}_fwd", run, leaves, asked)
@@ -409,9 +423,13 @@ class Traces:
         id(own)  # its guard
         return getattr(self.watched, own.other_while_compiling(self.number, make, *args))
 
-    def ran(self, own: Traced, which: str, given: list[Any]) -> Any:
-        """The results of one of the graphs."""
-        return _run(self.other(own, "with_paths", which) if scopes.on else getattr(own.graphs, which), given)
+    def ran(self, own: Traced, which: str, values: list[Any], given: bool = False) -> Any:
+        """The results of one of the graphs. `given`: take the values out of the list, so that each is freed after its last read."""
+        if not given and not scopes.on:
+            return getattr(own.graphs, which).forward(*values)
+        if given and not torch.compiler.is_dynamo_compiling():
+            return _run(own.other("boxed", which, scopes.on), [values])
+        return _run(self.other(own, "with_paths", which) if scopes.on else getattr(own.graphs, which), values)
 
     def forward(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Any, Any]:
         label = f"{self.label}_fwd"
@@ -435,66 +453,75 @@ class Traces:
             scopes.kept(residuals)
         return unflatten(own.y_shape, _distinct(found[:count])), residuals
 
-    def inputs(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
-        own: Traced = residuals.traced
+    def inputs(self, residuals: Any, dy: Any, cfg: Any, given: bool = False) -> tuple[Any, Any]:
         label = f"{self.label}_dgrad"
-        own, dys = _as_traced_dys(self, label, own, dy)
-        kept = _laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept, own.graphs.idle)
-        found = self.ran(own, "dgrad", [*kept, *dys.values()])
-        dx, middle = own.dx(found)
-        if not residuals.needs.params:
+        own, dys = _as_traced_dys(self, label, residuals.traced, dy)
+        kept, needs, numbers = residuals.kept, residuals.needs, own.graphs.dys
+        values = [*_laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, kept, own.graphs.idle), *dys.values()]
+        if given:
+            residuals.empty()
+            kept = {n: t for n, t in kept.items() if n in own.graphs.waiting}
+            dys = {i: dys[i] for n, i in numbers.items() if n in own.graphs.waiting}
+        dx, middle = own.dx(self.ran(own, "dgrad", values, given))
+        if not needs.params:
             return dx, None
-        waiting, given = {}, own.graphs.dys
+        waiting = {}
         for n in own.graphs.waiting:
-            waiting[n] = residuals.kept[n] if n in own.graphs.kept else dys[given[n]] if n in given else next(middle)
+            waiting[n] = kept[n] if n in own.graphs.kept else dys[numbers[n]] if n in numbers else next(middle)
         node: Any = TorchPending
-        return dx, node.keep(residuals.cfg, residuals.needs, kept=waiting, traced=own)
+        return dx, node.keep(residuals.cfg, needs, kept=waiting, traced=own)
 
-    def backward(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
-        own: Traced = residuals.traced
-        label = f"{self.label}_bwd"
-        own, dys = _as_traced_dys(self, label, own, dy)
-        kept = _laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept)
-        dx, dparams = own.dx(self.ran(own, "backward", [*kept, *dys.values()]))
-        return dx, unflatten(own.params_shape, own.spread(dparams, 0, own.params)) if residuals.needs.params else None
+    def backward(self, residuals: Any, dy: Any, cfg: Any, given: bool = False) -> tuple[Any, Any]:
+        label, needs = f"{self.label}_bwd", residuals.needs
+        own, dys = _as_traced_dys(self, label, residuals.traced, dy)
+        values = [*_laid_out(label, "residuals.kept", own.graphs, own.graphs.kept, residuals.kept), *dys.values()]
+        if given:
+            residuals.empty()
+            del dys
+        dx, dparams = own.dx(self.ran(own, "backward", values, given))
+        return dx, unflatten(own.params_shape, own.spread(dparams, 0, own.params)) if needs.params else None
 
-    def opened(self, label: str, pending: Any, cfg: Any) -> tuple[Any, Traced, list[Any]]:
-        """The pending, its trace, and what the graph of wgrad takes."""
+    def opened(self, label: str, pending: Any, cfg: Any) -> tuple[Traced, list[Any], bool]:
+        """The trace of a pending, what the graph of wgrad takes, and whether nobody else has that."""
         if _autocast_enabled():
             refuse_autocast(label, pending)
         node = open_node(label, pending, TorchPending, cfg)
-        return node, node.traced, _laid_out(label, "pending.kept", node.traced.graphs, node.traced.graphs.waiting, node.kept)
+        own: Traced = node.traced
+        values = _laid_out(label, "pending.kept", own.graphs, own.graphs.waiting, node.kept)
+        if node is not pending:
+            node.empty()
+        return own, values, node is not pending
 
     def products(self, pending: Any, cfg: Any, *, into: Any) -> list[Any]:
         """See `Op.products`."""
         if pending is None:
             return []
         label = f"{self.label}_wgrad"
-        _, own, given = self.opened(label, pending, cfg)
+        own, values, _ = self.opened(label, pending, cfg)
         factors = self.other(own, "factors_with_paths" if scopes.on else "factors")
         # what will be added, without data
         check_into(label, into, unflatten(own.params_shape, own.spread(factors.without_data(), 0, own.params)))
         have = paths(into)
         accumulators = [have[path] for i, path in sorted(indexed_paths(own.params_shape, "")) if own.asked[i]]
-        return factors.products(_run(factors.graph, given), accumulators)  # type: ignore[no-any-return]
+        return factors.products(_run(factors.graph, values), accumulators)  # type: ignore[no-any-return]
 
     def weights(self, pending: Any, cfg: Any, into: Any) -> Any:
         label, init = f"{self.label}_wgrad", self.init
         if pending is None:
             return nothing_like(init(cfg, key=None, device="meta", dtype=None)) if into is None and init is not None else into
-        node, own, given = self.opened(label, pending, cfg)
-        found = self.ran(own, "wgrad", given)
-        if node is pending and into is None:  # which still holds those that dgrad computed already
+        own, values, given = self.opened(label, pending, cfg)
+        found = self.ran(own, "wgrad", values, given)
+        if not given and into is None:  # the pending still holds those that dgrad computed already
             found = [g.clone() if passes and g is not None else g for g, passes in zip(found, own.graphs.passes, strict=True)]
         dparams = unflatten(own.params_shape, own.spread(found, 0, own.params))
         return accumulate(label, dparams, into)
 
 
-def _run(graph: fx.GraphModule, given: list[Any]) -> Any:
+def _run(graph: fx.GraphModule, values: list[Any]) -> Any:
     if not scopes.on or torch.compiler.is_dynamo_compiling():
-        return graph.forward(*given)
+        return graph.forward(*values)
     with scopes.left():
-        return graph.forward(*given)
+        return graph.forward(*values)
 
 
 def _offsets(leaves: list[Tensor]) -> tuple[int, ...]:
