@@ -39,11 +39,20 @@ from funcops import nn as fnn
 from funcops.adapters.nn import whole
 from funcops.low_precision import NVFP4, Fp8Block
 
+HELD_TRACES = f"{ADAPTERS}test_traces_held.py::"
 DONATED = f"{ADAPTERS}test_donated_traces.py::"
 PROFILED = f"{ADAPTERS}test_profiled_traces.py::"
 BATCHED = f"{ADAPTERS}test_batched_traces.py::"
 BOTH = "tests/pages/test_existing_models.py::"  # what both pages say
 PAGE = (ROOT / "docs" / "existing-models-in-depth.md").read_text()
+
+
+def op_holds_64_traces():
+    op = op_from_torch(lambda params, x, cfg: x * x)
+    with pytest.warns(RuntimeWarning, match="more than 64 traces"):
+        for rows in range(66):
+            op.fwd(None, torch.ones(rows), TorchConfig())
+    assert [t.x[""] for t in op.traces()] == [f"float32[{rows}]" for rows in range(2, 66)]
 
 
 def left_layers_run_after_a_move():
@@ -341,6 +350,12 @@ HELD = {  # by how each sentence of the page begins: what holds it
     ),
     "What requires no gradient": ("tests/adapters/test_module_lora.py::test_results_and_gradients_by_path", BLOCKS),
     "`quantization_report` of": (f"{LOW}test_a_report_of_a_module_is_the_report_of_the_same_config", BLOCKS),
+    "An op holds 64 traces": (op_holds_64_traces, f"{HELD_TRACES}test_compiled_code_keeps_its_trace"),
+    "For one more, with a": (
+        f"{HELD_TRACES}test_the_one_used_longest_ago_goes_and_residuals_stay",
+        f"{HELD_TRACES}test_a_trace_that_is_dropped_is_said",
+    ),
+    "`op.traces()` lists them": f"{HELD_TRACES}test_they_are_listed_by_what_they_hold_for",
     "`batch_wgrads` adds up": f"{BATCHED}test_every_way_has_the_sums_of_one_wgrad_after_another",
     "A gradient that is": f"{BATCHED}test_products_are_joined",
     "Any other (of a": f"{BATCHED}test_products_are_joined",

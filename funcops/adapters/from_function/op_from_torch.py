@@ -6,11 +6,10 @@ the residuals, named by the graph's nodes; those that cross the second cut are t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,27 +17,22 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from funcops.adapters.flatten import Shape, TensorIndex, flatten, gradients, indexed_paths, unflatten
-from funcops.adapters.from_function.boxed import boxed
 from funcops.adapters.from_function.compiled import Watched, constants, stand_in, uncompiled
 from funcops.adapters.from_function.cut import Cutter, Graphs, Rules, has_gradient
-from funcops.adapters.from_function.factors import Factors, factors_of
 from funcops.adapters.from_function.joint import Joint, Like, copied, refuse_trained, resolved, trace
-from funcops.adapters.from_function.missing import without
 from funcops.adapters.from_function.outside import ReadByFunction
-from funcops.adapters.from_function.paths import HALVES, with_paths
-from funcops.adapters.from_function.pickled import Operators
 from funcops.adapters.from_function.plan import run_once
 from funcops.adapters.from_function.read_by_module import ReadByModule
+from funcops.adapters.from_function.traced import Memo, Noted, Trace, Traced, as_traced, asked_of, listed, takers
 from funcops.engine.backend import scopes, select
 from funcops.engine.contract import rerun
 from funcops.engine.contract.accumulators import accumulate, check_into
 from funcops.engine.contract.configs import OpConfig, require_config
-from funcops.engine.contract.marks import mark_of, version
 from funcops.engine.contract.needs import Needs, check_needs
 from funcops.engine.contract.op import Op, config, dgrad_of, make_op, refuse_autocast
 from funcops.engine.contract.rerun import note
 from funcops.engine.contract.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
-from funcops.engine.errors import check, describe, describe_tree, fail, join_path, require, require_callable, require_type, stale
+from funcops.engine.errors import check, describe, describe_tree, fail, join_path, require, require_callable, require_type
 from funcops.engine.residuals.forms import from_form, to_form
 from funcops.engine.trees import nothing_like, paths
 
@@ -58,121 +52,6 @@ class TorchResiduals(Residuals, static=("inputs",)):
 class TorchPending(Pending):
     kept: Any = saved("{name: tensor}", needed_by=WGRAD, tree=True)
     traced: Any = static()
-
-
-class Noted:
-    """A forward's note to its second run: the trace, in which all that the function read is fixed, and the
-    marks of the tensors among that. Two are equal if their traces are."""
-
-    __slots__ = ("marks", "traced")
-
-    def __init__(self, traced: Traced) -> None:
-        compiling = torch.compiler.is_dynamo_compiling()
-        self.traced, self.marks = traced, {n: None if compiling else mark_of(t) for n, t in traced.graphs.captured.items()}
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return self.traced.graphs.captured
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Noted) and other.traced is self.traced
-
-    def __hash__(self) -> int:
-        return id(self.traced)
-
-    def complain(self, where: str) -> None:
-        for name, t in self.tensors.items():
-            if self.marks[name] is not None and version(t) != self.marks[name]:
-                stale(where, name, hint="The forward runs again: run the backward first, or keep a clone")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Traced:
-    """The graphs traced for a call's shapes, and the trees of their inputs and outputs."""
-
-    graphs: Graphs
-    params_shape: Any
-    x_shape: Any
-    dx_shape: Any  # its tensors alone
-    y_shape: Any
-    asked: tuple[bool, ...]
-    params: int  # leaves of params
-    leaves: tuple[tuple[Like, int], ...]  # their layouts and storage offsets
-    cutter: Cutter
-    fixed: frozenset[int]  # leaves whose gradients nobody asks for
-    cuts: dict[Any, Traced] = dataclasses.field(default_factory=dict)
-    others: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what `other` has made
-
-    def asking(self, needs: Needs) -> Traced:
-        """The same trace, which has the gradients of all leaves, cut for fewer of them."""
-        asked = _asked(self.params_shape, self.x_shape, [like for like, _ in self.leaves], self.params, needs, self.fixed)
-        return self.cut(asked, None)
-
-    def cut(self, asked: tuple[bool, ...], rules: Rules | None) -> Traced:
-        key = asked, rules
-        if key not in self.cuts:
-            self.cuts[key] = dataclasses.replace(self, graphs=self.cutter.graphs(asked, rules), asked=asked, others={})
-        return self.cuts[key]
-
-    def asking_while_compiling(self, number: str, *masks: Any) -> str:
-        """The name of `asking`'s trace, as a constant for the compiler."""
-        return _takers[number].watched.kept(self.asking(Needs(*masks)))  # type: ignore[no-any-return]
-
-    asking_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-    def other(self, make: str, *args: Any) -> Any:
-        """The result of the method `make` of this trace, which is called once."""
-        if (make, args) not in self.others:
-            self.others[make, args] = getattr(self, make)(*args)
-        return self.others[make, args]
-
-    def other_while_compiling(self, number: str, make: str, *args: Any) -> str:
-        """The name of `other`'s result, as a constant for the compiler."""
-        return _takers[number].watched.kept(self.other(make, *args))  # type: ignore[no-any-return]
-
-    other_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-    def without(self, *missing: int) -> Traced:
-        """The same trace, cut for gradients of all outputs but these."""
-        return dataclasses.replace(self, graphs=without(self.graphs, frozenset(missing)), others={})
-
-    def factors(self) -> Factors:
-        """The graph of wgrad without its last products."""
-        return factors_of(self.graphs.wgrad)
-
-    def factors_with_paths(self) -> Factors:
-        found = factors_of(self.graphs.wgrad)
-        return found._replace(graph=with_paths(found.graph, "wgrad"))
-
-    def with_paths(self, which: str) -> fx.GraphModule:
-        """One of the graphs, whose steps have the paths of modules."""
-        return with_paths(getattr(self.graphs, which), HALVES[which])
-
-    def boxed(self, which: str, named: bool) -> fx.GraphModule:
-        """One of the graphs, which takes its inputs out of a list."""
-        return boxed(self.other("with_paths", which) if named else getattr(self.graphs, which))
-
-    def home(self, name: str) -> str:
-        """The path of the module that a kept tensor is named by; "" for a leaf and for a captured one."""
-        return "" if name in self.graphs.leaves or name in self.graphs.captured else name.rpartition(".")[0]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # residuals in another process need their graphs, but no other cut
-        return {"operators": Operators.of(self.graphs)} | vars(self) | {"cutter": None, "cuts": {}, "others": {}}
-
-    def nothing(self) -> Any:
-        """dx without gradients."""
-        return unflatten(self.dx_shape, [None] * len(self.asked))
-
-    def dx(self, found: Any) -> tuple[Any, Iterator[Any]]:
-        """dx, which is first among the results of a graph, and the rest."""
-        count = sum(self.asked[self.params :])
-        return unflatten(self.dx_shape, self.spread(found[:count], self.params, len(self.asked))), iter(found[count:])
-
-    def spread(self, found: Any, first: int, last: int) -> list[Any]:
-        """The gradients `found` of leaves `first` to `last`, among all leaves; None for leaves without a requested gradient."""
-        values = iter(found)
-        return [next(values) if ask and first <= i < last else None for i, ask in enumerate(self.asked)]
 
 
 def op_from_torch(
@@ -215,7 +94,6 @@ def op_from_torch(
 
 
 _numbers = itertools.count()
-_takers: Any = OpConfig.given_while_tracing.takers  # type: ignore[attr-defined]
 one_at_a_time = threading.RLock()  # torch says by a flag of the whole process that it traces: threads would leave it set
 
 
@@ -231,7 +109,7 @@ class Traces:
         outside: ReadByFunction | ReadByModule,
     ) -> None:
         self.label, self.fn, self.config, self.init, self.outside = label, fn, config, init, outside
-        self.memo: tuple[Any, dict[Any, Traced]] = (), {}  # the values outside, and the traces that hold for them
+        self.memo = Memo()
         self.last: Any = None  # the newest trace
         self.rules: Rules | None = None
         self.whole = self  # the one without rules, which traces
@@ -242,7 +120,7 @@ class Traces:
 
     def op(self) -> Op:
         self.number = f"op {next(_numbers)}"
-        _takers[self.number] = self
+        takers[self.number] = self
 
         def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
             return self.forward(params, x, cfg, needs)
@@ -263,7 +141,7 @@ class Traces:
         rerun.used = True  # from here on a compiler traces what takes notes
         fwd.any_tree = True  # type: ignore[attr-defined]
         made = make_op(self.label, self.config, init=self.init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
-        return made._replace(pending=TorchPending, products=self.products, draws=self.draws, named=self.named)
+        return made._replace(pending=TorchPending, products=self.products, draws=self.draws, named=self.named, traces=self.traces)
 
     def _opening(self, half: str, run: Callable[..., Any]) -> Any:
         """`run(residuals, dy, cfg, given)` with checks; `given`: whether nobody else has the residuals."""
@@ -355,25 +233,25 @@ class Traces:
 
     def _found(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int) -> Traced:
         values, memo = self.outside.values(), self.memo
-        if values != memo[0]:  # an annealed number would leave a trace for each value
-            memo = self.memo = values, {}
+        if values != memo.values:  # an annealed number would leave a trace for each value
+            memo = self.memo = Memo(values)
             self.watched.clear()
         # The reprs distinguish 1, 1.0 and True, and 0.0 and -0.0, which are equal but may give different traces.
         mode = (self.outside.mode(), *defaults())
         shapes = _named(params_shape), repr(x_shape)
         key: Any = (cfg, repr(cfg), count, shapes, tuple([(t.shape, t.stride(), t.dtype, t.device) for t in flat]), *mode)
-        found = memo[1].get(key)
+        found = memo.get(key)
         if found is not None and found.graphs.placed:
-            found = memo[1].get((key, _offsets(flat)))
+            found = memo.get((key, _offsets(flat)))
         if found is None:
             with one_at_a_time, disable_proxy_modes_tracing():  # in the trace of a caller, which shall have the graphs alone
                 found = self._trace(cfg, params_shape, x_shape, flat, count)
-            if self.settles and (values := self.outside.values()) != memo[0]:
-                memo = self.memo = values, {}
+            if self.settles and (values := self.outside.values()) != memo.values:
+                memo = self.memo = Memo(values)
                 self.watched.clear()
-            memo[1][key] = found
+            memo.put(f"{self.label}_fwd", key, found)
             if found.graphs.placed:
-                memo[1][key, _offsets(flat)] = found
+                memo.put(f"{self.label}_fwd", (key, _offsets(flat)), found)
             self.last = found
         return found
 
@@ -381,7 +259,7 @@ class Traces:
         where, shape, likes = f"{self.label}_fwd", list[Any](), [Like.of(t) for t in leaves]
         # other leaves than tensors are part of the key, so they are looked at once
         _check_leaves(where, unflatten(params_shape, leaves), unflatten(x_shape, leaves))
-        asked = _asked(params_shape, x_shape, likes, count, Needs.ALL, self.fixed(params_shape, x_shape))
+        asked = asked_of(params_shape, x_shape, likes, count, Needs.ALL, self.fixed(params_shape, x_shape))
 
         def run(flat: Any) -> Any:
             found: list[Tensor] = []
@@ -413,8 +291,12 @@ class Traces:
 
     def draws(self, cfg: Any) -> str:
         """See `Op.draws`."""
-        graphs = [one.graphs for key, one in list(self.whole.memo[1].items()) if key[:2] == (cfg, repr(cfg))]
+        graphs = [one.graphs for key, (one, _) in list(self.whole.memo.traces.items()) if key[:2] == (cfg, repr(cfg))]
         return next((one.draws for one in graphs if one.draws), "")
+
+    def traces(self) -> list[Trace]:
+        """See `Op.traces`."""
+        return listed(self.whole.memo, lambda key: (key[0], key[5]) if len(key) > 2 else (key[0][0], key[0][5]))
 
     def other(self, own: Traced, make: str, *args: Any) -> Any:
         """See `Traced.other`."""
@@ -631,28 +513,3 @@ def _as_traced_dys(of: Traces, label: str, own: Traced, dy: Any) -> tuple[Traced
     given = {i: d for i, d in enumerate(values) if i not in missing}
     laid_out = {i: d if d is None else outputs[i].laid_out("", "", d) for i, d in given.items()}
     return of.other(own, "without", *missing) if missing else own, laid_out
-
-
-def _asked(
-    params_shape: Any, x_shape: Any, leaves: list[Like], count: int, needs: Needs, fixed: frozenset[int]
-) -> tuple[bool, ...]:
-    """Whether the gradient of each leaf is asked for; the first `count` are of params."""
-    asked = []
-    for shape, side in ((params_shape, needs.param), (x_shape, needs.input)):
-        for i, path in indexed_paths(shape, ""):
-            wanted = side(path) if path else bool(needs.params if i < count else needs.x)
-            asked.append(bool(wanted and i not in fixed and has_gradient(leaves[i].dtype)))
-    return tuple(asked)
-
-
-def as_traced(where: str, own: Traced, leaves: list[Tensor], flat: list[Tensor]) -> list[Tensor]:
-    """The leaves of a second run in the layout of the first one's, from which they differ if they were offloaded in between."""
-    found = []
-    for i, ((like, offset), t, plain) in enumerate(zip(own.leaves, leaves, flat, strict=True)):
-        if Like.of(plain) != like:
-            t = plain = like.laid_out(where, f"input {i}", plain)
-        if own.graphs.placed and plain.storage_offset() != offset:
-            t = plain.new_empty(offset + like.extent()).as_strided(like.shape, like.stride, offset)
-            t.as_strided((like.extent(),), (1,), offset).copy_(plain.as_strided((like.extent(),), (1,)))
-        found.append(t)
-    return found

@@ -15,7 +15,8 @@ from funcops.adapters.flatten import TensorIndex, flatten, indexed_paths, unflat
 from funcops.adapters.from_function.crossing import CutSteps, Parts
 from funcops.adapters.from_function.joint import Joint, Like, resolved, trace_module
 from funcops.adapters.from_function.op_from_module import ModuleTraces, NamedTraces, named_leaves
-from funcops.adapters.from_function.op_from_torch import TorchConfig, Traced, as_traced, defaults, one_at_a_time
+from funcops.adapters.from_function.op_from_torch import TorchConfig, defaults, one_at_a_time
+from funcops.adapters.from_function.traced import Memo, Trace, Traced, as_traced, listed
 from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.compose.step import Step
 from funcops.engine.contract.needs import Needs
@@ -96,32 +97,32 @@ class Whole(ModuleTraces):
         super().__init__(module, output)
         self.example, self.starts = example, starts  # the paths by the ids of modules
         self.stages = [Stage(self, index) for index in range(len(starts) + 1)]
-        self.table: tuple[Any, dict[Any, Traced]] = (), {}
+        self.table = Memo()
 
     def begin(self) -> None:
         """Trace the example, and see which parameters each stage reads."""
         self.make(self.example)
         for stage in self.stages:
-            own = self.table[1][self.state(), stage.index, None]
+            own = self.table.get((self.state(), stage.index, None))
             stage.reads, stage.takes = tuple(own.params_shape), tuple(own.x_shape) if stage.index else ()
 
     def state(self) -> Any:
         """The module and the settings of torch, as the traces depend on them."""
         values = self.outside.values()
-        if values != self.table[0]:
-            self.table = values, {}
+        if values != self.table.values:
+            self.table = Memo(values)
         return self.outside.mode(), *defaults()
 
     def find(self, stage: Stage, key: Any, x: Any, leaves: list[Tensor]) -> Traced | None:
         """The trace of a stage for this key, if there is one. Only the first stage has an x to make one from."""
         state = self.state()
-        if (state, stage.index, key) not in self.table[1] and not any(isinstance(t, FakeTensor) for t in leaves):
+        if self.table.get((state, stage.index, key)) is None and not any(isinstance(t, FakeTensor) for t in leaves):
             with one_at_a_time:
                 if not stage.index:
                     self.make(x)
-                elif (state, stage.index, None) not in self.table[1]:
+                elif self.table.get((state, stage.index, None)) is None:
                     self.make(self.example)
-        return self.table[1].get((state, stage.index, key))
+        return self.table.get((state, stage.index, key))  # type: ignore[no-any-return]
 
     def make(self, x: Any) -> None:
         """Trace the module, and note the stages' parts under the state that it leaves, as its first call may change it."""
@@ -141,13 +142,15 @@ class Whole(ModuleTraces):
                 fail(
                     f"{self.label}_fwd", self.label, wanted, f"{stage.label} with {differing(own.params_shape, stage.reads or ())}"
                 )
-            if key in self.table[1] and not _equal(self.table[1][key], own):
+            before = self.table.get(key)
+            if before is not None and not _equal(before, own):
                 wanted = "one after which a stage computes from the same shapes what it computed before"
                 fail(f"{self.label}_fwd", "x", wanted, f"one after which {stage.label} computes something else")
+        together = object()
         for stage, key, own in zip(self.stages, keys, found, strict=True):
-            stage.last = self.table[1].setdefault(key, own)
-            if x is self.example:
-                self.table[1][state, stage.index, None] = stage.last
+            stage.last = self.table.get(key) or own
+            for one in (key, *([(state, stage.index, None)] if x is self.example else ())):
+                self.table.put(f"{self.label}_fwd", one, stage.last, together)
 
     def trace(self, run: Any, leaves: list[Tensor], asked: tuple[bool, ...]) -> Joint:
         return trace_module(f"{self.label}_fwd", self.module, run, leaves, asked, watch=self._steps)
@@ -253,9 +256,13 @@ class Stage(NamedTraces):
             "another mode, state or device",
         )
 
+    def traces(self) -> list[Trace]:
+        """See `Op.traces`."""
+        return listed(self.of.table, lambda key: (TorchConfig(), key[0][0]) if key[1] == self.index and key[2] else None)
+
     def draws(self, cfg: Any) -> str:
         """See `Op.draws`."""
-        own = [one.graphs.draws for (_, index, _), one in list(self.of.table[1].items()) if index == self.index]
+        own = [one.graphs.draws for (_, index, _), (one, _) in list(self.of.table.traces.items()) if index == self.index]
         return next(filter(None, own), "")
 
 
