@@ -40,6 +40,7 @@ from funcops.adapters.nn import whole
 from funcops.low_precision import NVFP4, Fp8Block
 
 HELD_TRACES = f"{ADAPTERS}test_traces_held.py::"
+GRAPHED = "tests/graphs/test_graphed_traces.py::"
 DONATED = f"{ADAPTERS}test_donated_traces.py::"
 PROFILED = f"{ADAPTERS}test_profiled_traces.py::"
 BATCHED = f"{ADAPTERS}test_batched_traces.py::"
@@ -361,6 +362,8 @@ HELD = {  # by how each sentence of the page begins: what holds it
     "Any other (of a": f"{BATCHED}test_products_are_joined",
     "With `donate` memory falls": f"{DONATED}test_a_kept_tensor_is_freed_after_its_last_reader",
     "What `wgrad` reads, too": f"{DONATED}test_a_kept_tensor_is_freed_after_its_last_reader",
+    "`graphed_op` captures it": (f"{GRAPHED}test_running_statistics_go_from_step_to_step", f"{GRAPHED}test_a_gradient_of_none"),
+    "After a change of the module, which": f"{GRAPHED}test_a_module_that_has_changed_is_refused",
     "In `profile` and `named_steps()`": (
         f"{PROFILED}test_each_half_has_the_paths_of_modules",
         f"{PROFILED}test_what_a_rule_computes_again_is_named_so",

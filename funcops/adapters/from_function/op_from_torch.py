@@ -23,7 +23,7 @@ from funcops.adapters.from_function.joint import Joint, Like, copied, refuse_tra
 from funcops.adapters.from_function.outside import ReadByFunction
 from funcops.adapters.from_function.plan import run_once
 from funcops.adapters.from_function.read_by_module import ReadByModule
-from funcops.adapters.from_function.traced import Memo, Noted, Trace, Traced, as_traced, asked_of, listed, takers
+from funcops.adapters.from_function.traced import Held, Memo, Noted, Trace, Traced, as_traced, asked_of, listed, takers
 from funcops.engine.backend import scopes, select
 from funcops.engine.contract import rerun
 from funcops.engine.contract.accumulators import accumulate, check_into
@@ -141,7 +141,13 @@ class Traces:
         rerun.used = True  # from here on a compiler traces what takes notes
         fwd.any_tree = True  # type: ignore[attr-defined]
         made = make_op(self.label, self.config, init=self.init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
-        return made._replace(pending=TorchPending, products=self.products, draws=self.draws, named=self.named, traces=self.traces)
+        return made._replace(
+            pending=TorchPending,
+            products=self.products,
+            draws=self.draws,
+            named=self.named,
+            traces=Held(self.label, self.traces, self._state),
+        )
 
     def _opening(self, half: str, run: Callable[..., Any]) -> Any:
         """`run(residuals, dy, cfg, given)` with checks; `given`: whether nobody else has the residuals."""

@@ -206,6 +206,16 @@ class Trace(NamedTuple):
     mode: str
 
 
+class Held:
+    """The `traces` of an op."""
+
+    def __init__(self, label: str, traces: Callable[[], list[Trace]], state: Callable[[], str]) -> None:
+        self.label, self.traces, self.state = label, traces, state
+
+    def __call__(self) -> list[Trace]:
+        return self.traces()
+
+
 def listed(memo: Memo, said: Callable[[Any], tuple[Any, Any] | None]) -> list[Trace]:
     """The traces that are held, the last used last. `said`: the config and the mode in a key, or None of what is not listed."""
     found = {group: (key, traced) for key, (traced, group) in list(memo.traces.items()) if said(key) is not None}

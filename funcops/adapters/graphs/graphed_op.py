@@ -21,6 +21,7 @@ from funcops.engine.compose.step import check_body
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.contract.rerun import read_again
+from funcops.engine.contract.walk import walk
 from funcops.engine.errors import BorrowedError, GraphOrderError, describe, fail, require, require_count, require_flag, require_type
 from funcops.engine.residuals.ledger import Ledger
 from funcops.engine.trees import leaves, tensors, tree_map
@@ -47,6 +48,7 @@ class GraphedOp:
     def __init__(self, op: Op, cfg: Any, capturer: Capturer, slots: list[Slot], into: Any) -> None:
         self.op, self.cfg, self.backend, self.pool = op, cfg, capturer.backend, capturer.pool
         self._slots, self._into, self._capturer = slots, into, capturer
+        self._states = [(part.op.traces, part.op.traces.state()) for part in walk(cfg, op=op) if part.op.traces is not None]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(f"graphed {self.op.name}")
@@ -61,6 +63,10 @@ class GraphedOp:
                 f"graphed {self.op.name}_fwd: a slot must be free, "
                 f"got {len(self._slots)} in flight ({held or 'none, after reset()'})"
             )
+        for traces, captured in self._states:
+            if traces.state() != captured:
+                wanted = "in the state and mode in which it was captured"
+                fail(f"graphed {self.op.name}_fwd", traces.label, wanted, "a change, which a replay would not see: capture again")
         slot = self._slots[index]
         y = slot.run("fwd", (params, x))
         _, residuals = slot.results["fwd"]
@@ -174,7 +180,8 @@ def graphed_op(
         dparams = graph.wgrad(pending)
 
     Params are pinned: an optimiser writes to them in place. x and dy are copied; `inputs` sets other policies for leaves of x, by
-    glob over its dotted paths. dy: an example of y's gradient, by default like y. `into`: accumulators like params, also pinned, to
+    glob over its dotted paths. dy: an example of y's gradient, by default like y, with None for integers; later a None stands for
+    zeros. A traced function or module must be in the state and mode of the capture. `into`: accumulators like params, also pinned, to
     which every weight gradient is added (main_grad); without them, the caller owns dparams, which are never a buffer of the graph.
     `outputs` (for y and dx), `warmup`, `pool` and the rest are as for `graphed`. Each slot has its own memory pool; `pool`, if
     given, is for the first. Borrowed y and dx are valid until the next `fwd` in their slot.
@@ -229,7 +236,8 @@ def _capture(op: Op, cfg: Any, slot: Slot, dy: Any, needs: Needs, into: Any, war
 
     y, _ = forward()
     like = tree_map(lambda t: torch.ones_like(t) if isinstance(t, Tensor) and t.is_floating_point() else None, y)
-    slot.inputs["dgrad"] = slot.inputs["bwd"] = dys = Inputs(f"graphed {op.name}_dgrad", (like if dy is None else dy,), "copy")
+    given = (like if dy is None else dy,)
+    slot.inputs["dgrad"] = slot.inputs["bwd"] = dys = Inputs(f"graphed {op.name}_dgrad", given, "copy", gradients=True)
 
     def all_of_it() -> None:
         _, residuals = forward()

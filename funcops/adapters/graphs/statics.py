@@ -41,13 +41,18 @@ def other_structure(where: str, name: str, captured: Any, given: Any) -> NoRetur
 class Inputs:
     """The arguments of a captured function. `trees` are the arguments of its calls: its own buffer for `copy`, else the caller's
     tensor. `differentiable`: whether autograd drives the graph, so that a leaf must require grad as the example does, and no leaf
-    may otherwise."""
+    may otherwise. `gradients`: whether they are gradients, of which None stands for zeros."""
 
     def __init__(
-        self, where: str, examples: tuple[Any, ...], policies: str | Mapping[str, str], differentiable: bool = False
+        self,
+        where: str,
+        examples: tuple[Any, ...],
+        policies: str | Mapping[str, str],
+        differentiable: bool = False,
+        gradients: bool = False,
     ) -> None:
         refuse_in_flight(where, "input", examples)
-        self.where, self.structure, self.differentiable = where, structure(examples), differentiable
+        self.where, self.structure, self.differentiable, self.gradients = where, structure(examples), differentiable, gradients
         if not differentiable:
             self._refuse_grad(leaves(examples))
         self._nodes = self._check_fresh(examples)
@@ -80,6 +85,8 @@ class Inputs:
 
     def _check_leaf(self, i: int, leaf: StaticInput, given: Any) -> None:
         where, name, want = self.where, f"input {leaf.path}", leaf.static
+        if given is None and self.gradients:
+            return
         if not isinstance(want, Tensor):
             same = repr(given) == repr(want) if type(want) in (float, complex) else given is want or given == want  # NaN, -0.0
             if type(given) is not type(want) or not same:
@@ -105,7 +112,9 @@ class Inputs:
     def copy(self, values: list[Any]) -> None:
         """Copy the leaves of policy `copy` into the graph's buffers, out of grad mode."""
         for i in self._copied:
-            if not self.lease.at(i, values[i]):
+            if values[i] is None:
+                self.leaves[i].static.zero_()
+            elif not self.lease.at(i, values[i]):
                 self.leaves[i].static.copy_(values[i])
 
     def _check_fresh(self, trees: Any) -> bool:
