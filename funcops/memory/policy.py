@@ -71,12 +71,12 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
     return _with_policy(op, policy)
 
 
-_names: dict[tuple[int, Any], str] = {}
+_names: dict[tuple[str, Any], str] = {}
 _numbers = itertools.count()
-_traced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # `inner_of` of the ops below, by number
+_traced: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # `inner_of` of the ops below, by number
 
 
-def under_policy(cfg: Any, number: int) -> str:
+def under_policy(cfg: Any, number: str) -> str:
     """The name in the module `compiled_programs` of the op and config under a policy, as `program_while_tracing` has one for a
     program: a compiler cannot trace how a policy is resolved."""
     key = number, cfg
@@ -110,7 +110,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
     def resolved_for(cfg: Any) -> tuple[Op, Any]:
         return inner_of(cfg)[:2]
 
-    number = next(_numbers)
+    number = str(next(_numbers))  # a text: of two numbers at one place of the code a compiler makes a symbol
     _traced[number] = inner_of
 
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:

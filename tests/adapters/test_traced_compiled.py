@@ -8,16 +8,22 @@ from torch import nn
 
 from funcops import (
     ChainConfig,
+    Compress,
     Needs,
+    Policy,
+    Recompute,
+    Save,
     Step,
     TorchConfig,
     WithExtras,
     chain,
     differentiable,
     donate,
+    fit,
     op_from_module,
     op_from_torch,
     remat,
+    with_policy,
 )
 from funcops.contract import OpConfig, config
 from funcops.engine.trees import tensors, tree_map_tensors
@@ -341,3 +347,47 @@ def test_another_op_of_the_same_code():
     compiled = Compiled(call)
     for op, params in [*ops, *ops]:
         assert torch.equal(compiled(op, params, draw(2, 5, 6)), call(op, params, draw(2, 5, 6)))
+
+
+RULES = {
+    "recompute": Policy({"kept.up.*": Recompute()}),
+    "codes": Policy({"kept.norm.*": Compress("bf16"), "kept.up.*": Recompute()}, optional=True),
+    "save": Policy({"kept.up.*": Save()}, optional=True),
+    "preset": "minimal",
+}
+
+
+def test_rules_by_module_path():
+    """One function, compiled for an op under each of several policies, before and after a change of the module."""
+    module, x = made("mlp")
+    op, params = op_from_module(module, x)
+    dy = ones(op.fwd(params, x, CFG)[0])
+
+    def step(op, params, x):
+        y, residuals = op.fwd(params, x, CFG)
+        dx, pending = op.dgrad(residuals, dy, CFG)
+        return y, dx, op.wgrad(pending, CFG), *op.bwd(op.fwd(params, x, CFG)[1], dy, CFG)
+
+    ops = [with_policy(op, RULES["recompute"]), with_policy(op, RULES["codes"]), fit(op, CFG, x, budget=1500).op]
+    compiled = Compiled(step)
+    for _ in range(2):
+        for lean in ops:
+            assert same(compiled(lean, params, x), step(lean, params, x))
+        module.slope = 0.25
+    assert compiled.graphs == 2 * len(ops)
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_rules_by_module_path_below_the_step_of_a_chain(policy):
+    op, params = op_from_module(*made("mlp"))
+    cfg, x = ChainConfig(steps=(Step("one", op, CFG), Step("two", op, CFG))), made("mlp")[1]
+    rules = RULES[policy]
+    rules = rules if isinstance(rules, str) else Policy({f"*.{path}": action for path, action in rules.rules}, optional=True)
+    lean, both = with_policy(chain, rules), {"one": params, "two": params}
+
+    def step(params, x):
+        y, residuals = lean.fwd(params, x, cfg)
+        return y, *lean.bwd(residuals, y, cfg)
+
+    want = step(both, x)
+    assert same(Compiled(step)(both, x), want)

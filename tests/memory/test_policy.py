@@ -379,3 +379,19 @@ def test_a_compiler_meets_a_policy_first(policy):
     op = with_policy(chain, policy)
     found = torch.compile(step, fullgraph=True, backend="eager", dynamic=False)(params, x)
     assert_close(found, step(params, x), dtype=torch.float32)
+
+
+@pytest.mark.slow
+def test_one_function_compiled_for_several_policies():
+    """A number of its own, which the code of each op reads at the same place, would become a symbol of the compiler."""
+    cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, LinearConfig(4, 4))))
+    params, x = chain.init(cfg, key=random.key(0)), torch.randn(3, 4)
+
+    def step(op, params, x):
+        y, residuals = op.fwd(params, x, cfg)
+        return y, op.bwd(residuals, y, cfg)[0]
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    for policy in ("minimal", Policy({"norm": Recompute()}), Policy({"up.x": Recompute()}, optional=True), "save_all"):
+        op = with_policy(chain, policy)
+        assert_close(compiled(op, params, x), step(op, params, x), dtype=torch.float32)
