@@ -41,6 +41,7 @@ from funcops.low_precision import NVFP4, Fp8Block
 
 HELD_TRACES = f"{ADAPTERS}test_traces_held.py::"
 GRAPHED = "tests/graphs/test_graphed_traces.py::"
+TRANSFORMED = f"{ADAPTERS}test_transformed_traces.py::"
 DONATED = f"{ADAPTERS}test_donated_traces.py::"
 PROFILED = f"{ADAPTERS}test_profiled_traces.py::"
 BATCHED = f"{ADAPTERS}test_batched_traces.py::"
@@ -364,6 +365,13 @@ HELD = {  # by how each sentence of the page begins: what holds it
     "What `wgrad` reads, too": f"{DONATED}test_a_kept_tensor_is_freed_after_its_last_reader",
     "`graphed_op` captures it": (f"{GRAPHED}test_running_statistics_go_from_step_to_step", f"{GRAPHED}test_a_gradient_of_none"),
     "After a change of the module, which": f"{GRAPHED}test_a_module_that_has_changed_is_refused",
+    "`torch.func.vmap`, `jvp` and": (
+        f"{TRANSFORMED}test_a_batch_is_the_stack_of_its_calls",
+        f"{TRANSFORMED}test_forward_mode",
+        f"{TRANSFORMED}test_an_operator_without_a_rule_is_named",
+    ),
+    "A shape that was not traced": f"{TRANSFORMED}test_a_trace_inside_is_refused",
+    "`grad` and `vjp` raise": f"{TRANSFORMED}test_reverse_mode_is_refused",
     "In `profile` and `named_steps()`": (
         f"{PROFILED}test_each_half_has_the_paths_of_modules",
         f"{PROFILED}test_what_a_rule_computes_again_is_named_so",

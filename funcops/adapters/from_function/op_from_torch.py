@@ -21,9 +21,11 @@ from funcops.adapters.from_function.compiled import Watched, constants, stand_in
 from funcops.adapters.from_function.cut import Cutter, Graphs, Rules, has_gradient
 from funcops.adapters.from_function.joint import Joint, Like, copied, refuse_trained, resolved, trace
 from funcops.adapters.from_function.outside import ReadByFunction
+from funcops.adapters.from_function.paths import HALVES
 from funcops.adapters.from_function.plan import run_once
 from funcops.adapters.from_function.read_by_module import ReadByModule
 from funcops.adapters.from_function.traced import Held, Memo, Noted, Trace, Traced, as_traced, asked_of, listed, takers
+from funcops.adapters.from_function.transforms import complain, refuse_trace
 from funcops.engine.backend import scopes, select
 from funcops.engine.contract import rerun
 from funcops.engine.contract.accumulators import accumulate, check_into
@@ -262,6 +264,7 @@ class Traces:
         return found
 
     def _trace(self, cfg: Any, params_shape: Any, x_shape: Any, leaves: list[Tensor], count: int) -> Traced:
+        refuse_trace(f"{self.label}_fwd", self.label)
         where, shape, likes = f"{self.label}_fwd", list[Any](), [Like.of(t) for t in leaves]
         # other leaves than tensors are part of the key, so they are looked at once
         _check_leaves(where, unflatten(params_shape, leaves), unflatten(x_shape, leaves))
@@ -313,11 +316,15 @@ class Traces:
 
     def ran(self, own: Traced, which: str, values: list[Any], given: bool = False) -> Any:
         """The results of one of the graphs. `given`: take the values out of the list, so that each is freed after its last read."""
-        if not given and not scopes.on:
-            return getattr(own.graphs, which).forward(*values)
-        if given and not torch.compiler.is_dynamo_compiling():
-            return _run(own.other("boxed", which, scopes.on), [values])
-        return _run(self.other(own, "with_paths", which) if scopes.on else getattr(own.graphs, which), values)
+        try:
+            if not given and not scopes.on:
+                return getattr(own.graphs, which).forward(*values)
+            if given and not torch.compiler.is_dynamo_compiling():
+                return _run(own.other("boxed", which, scopes.on), [values])
+            return _run(self.other(own, "with_paths", which) if scopes.on else getattr(own.graphs, which), values)
+        except RuntimeError as error:
+            complain(f"{self.label}_{HALVES[which]}", getattr(own.graphs, which), error)
+            raise
 
     def forward(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Any, Any]:
         label = f"{self.label}_fwd"

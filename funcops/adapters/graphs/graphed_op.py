@@ -181,8 +181,9 @@ def graphed_op(
 
     Params are pinned: an optimiser writes to them in place. x and dy are copied; `inputs` sets other policies for leaves of x, by
     glob over its dotted paths. dy: an example of y's gradient, by default like y, with None for integers; later a None stands for
-    zeros. A traced function or module must be in the state and mode of the capture. `into`: accumulators like params, also pinned, to
-    which every weight gradient is added (main_grad); without them, the caller owns dparams, which are never a buffer of the graph.
+    zeros. A traced function or module must be in the state and mode of the capture. `into`: accumulators like params, also pinned,
+    to which every weight gradient is added (main_grad); without them, the caller owns dparams, which are never a buffer of the
+    graph.
     `outputs` (for y and dx), `warmup`, `pool` and the rest are as for `graphed`. Each slot has its own memory pool; `pool`, if
     given, is for the first. Borrowed y and dx are valid until the next `fwd` in their slot.
 

@@ -154,8 +154,8 @@ class Op(NamedTuple):
     forward could have kept, and `kept(cfg)` of what it kept, with the actions; `under(path, policy)` makes the op that follows the
     policy's rules, where `path` is its own; for `fit`, `plans(x, cfg, needs, budget, flops)` has policies, the bytes that each
     keeps for inputs like x, and its extra operations as a share of all, which `flops(operator, args, kwargs, result)` counts.
-    `traces()`, of an op that traces a function, lists the traces that it holds, of which the last is the one used last; `state()` of
-    that object is another text after a change of what they depend on beside their arguments.
+    `traces()`, of an op that traces a function, lists the traces that it holds, the last used last; `state()` of that object is
+    another text after a change of what they depend on beside their arguments.
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
