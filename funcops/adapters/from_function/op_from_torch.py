@@ -21,7 +21,7 @@ from funcops.adapters.from_function.compiled import Watched, constants, stand_in
 from funcops.adapters.from_function.cut import Cutter, Graphs, Rules, has_gradient
 from funcops.adapters.from_function.joint import Joint, Like, copied, refuse_trained, resolved, trace
 from funcops.adapters.from_function.outside import ReadByFunction
-from funcops.adapters.from_function.paths import HALVES
+from funcops.adapters.from_function.paths import HALVES, left
 from funcops.adapters.from_function.plan import run_once
 from funcops.adapters.from_function.read_by_module import ReadByModule
 from funcops.adapters.from_function.traced import Held, Memo, Noted, Trace, Traced, as_traced, asked_of, listed, takers
@@ -415,7 +415,7 @@ class Traces:
 def _run(graph: fx.GraphModule, values: list[Any]) -> Any:
     if not scopes.on or torch.compiler.is_dynamo_compiling():
         return graph.forward(*values)
-    with scopes.left():
+    with left():
         return graph.forward(*values)
 
 

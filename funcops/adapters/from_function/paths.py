@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
@@ -9,6 +11,16 @@ from torch import fx
 from funcops.engine.backend import scopes
 
 HALVES = {"forward": "fwd", "dgrad": "dgrad", "wgrad": "wgrad", "backward": "bwd"}
+
+
+@contextmanager
+def left() -> Iterator[None]:
+    """A block that leaves the scopes which an error in it leaves open."""
+    before = len(scopes._thread.open)
+    try:
+        yield
+    finally:
+        scopes.leave_all(before)
 
 
 def with_paths(module: fx.GraphModule, half: str) -> fx.GraphModule:

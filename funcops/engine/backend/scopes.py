@@ -178,16 +178,6 @@ def leave_all(but: int = 0) -> None:
         _thread.open.pop()[1].close()
 
 
-@contextmanager
-def left() -> Iterator[None]:
-    """A block that leaves the scopes which an error in it leaves open."""
-    before = len(_thread.open)
-    try:
-        yield
-    finally:
-        leave_all(before)
-
-
 def kept(residuals: Any) -> None:
     """Pass the residuals of a forward to the observers, if it is in no other step."""
     # a program inside a step has the step's half: the outermost one has its residuals in its own
@@ -215,12 +205,8 @@ def node_labels() -> dict[int, Label]:
 
 def labels_of(annotations: Mapping[int, list[Any]]) -> dict[int, Label]:
     """The labels in annotations of graph nodes, as `get_kernel_annotations` has them."""
-    found = {}
-    for node, given in annotations.items():
-        for one in given:
-            if isinstance(one, dict) and "path" in one:
-                found[node] = Label(one["path"], one.get("half", ""))
-    return found
+    every = [(node, one) for node, given in annotations.items() for one in given]
+    return {node: Label(one["path"], one.get("half", "")) for node, one in every if isinstance(one, dict) and "path" in one}
 
 
 # The marks of compiled code write to a token, so that a compiler neither drops them nor changes their order.
