@@ -331,3 +331,23 @@ def test_a_weight_gradient_alone_must_run_outside_of_autocast():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="_wgrad: must run outside of torch.autocast"):
         made.wgrad(pending, cfg)
     torch.testing.assert_close(made.wgrad(pending, cfg)["w"], x.T @ torch.ones(2, 3))
+
+
+CHECKED = {  # functions that raise for some values
+    "cholesky": torch.linalg.cholesky,
+    "inv": torch.linalg.inv,
+    "solve": lambda x: torch.linalg.solve(x, torch.ones(4, dtype=x.dtype)),
+    "an assertion": lambda x: (torch._assert_async((x.sum() > 0), "no sum"), x * x)[1],
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_values_for_which_a_function_raises_still_raise(name):
+    fn, good = CHECKED[name], 2.0 * torch.eye(4, dtype=torch.float64)
+    op = op_from_torch(lambda params, x, cfg: fn(x), name="checked")
+    y, residuals = op.fwd(None, good, TorchConfig())
+    leaf = good.clone().requires_grad_()
+    assert torch.equal(op.bwd(residuals, torch.ones_like(y), TorchConfig())[1], torch.autograd.grad(fn(leaf).sum(), leaf)[0])
+    for call in (lambda: fn(0.0 * good), lambda: op.fwd(None, 0.0 * good, TorchConfig())):
+        with pytest.raises(RuntimeError, match=r"could not be completed|could not be inverted|inversion|solver failed|no sum"):
+            call()

@@ -110,6 +110,11 @@ _under(
     "_get_current_graph_task_keep_graph",
     "whether a backward retains its graph: no public name; test_whole runs both kinds",
 )
+_under(
+    "torch.ops.aten.",
+    "_linalg_check_errors",
+    "the check of torch.linalg's functions, an operator of torch's own list; test_from_function",
+)
 _under("torch._C.", "_current_graph_task_id", "which backward runs now: no public name; tests nest two")
 _under("torch._C.", "_will_engine_execute_node", "whether a backward accumulates a leaf's gradient: no public name")
 _under("torch._C.", "DisableTorchFunctionSubclass", "torch.overrides' own way past a subclass, documented there")

@@ -36,6 +36,7 @@ _CHEAP = _FILLS | set(
     # of this library
     "rms_norm_fwd layer_norm_fwd activation_fwd glu_fwd glu_pair_fwd modulate_fwd rope_apply cross_entropy_fwd".split()
 )
+fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)  # or a trace drops it, and a factorisation never fails
 _T = torch.ops.aten.t.default
 _RESHAPED = "_unsafe_view"  # of a result that nothing else reads
 X = None  # the owner of a gradient of x
@@ -209,7 +210,7 @@ class Cutter:
             name = f"captured.{known.get(id(t), i)}"  # two functions may call their variables the same
             self.names[node] = join_path(name, i if name in self.names.values() else None)
         self._name_nodes()
-        self.first = self._with_elements(self._ancestors(self.ys))
+        self.first = self._with_elements(self._ancestors([*self.ys, *self._checks()]))
 
     def graphs(self, asked: Sequence[bool], rules: Rules | None = None) -> Graphs:
         """The graphs with the gradients of these leaves, which may be fewer than were traced, under these rules."""
@@ -267,6 +268,14 @@ class Cutter:
         own = [] if self.held else self.leaves[self.params :]
         made = [n for n in self.order if n in self.first and n in self.names and not is_view(n)]
         return [n for n in (*own, *made) if nbytes(n) is not None]
+
+    def _checks(self) -> list[fx.Node]:
+        """The nodes that raise for values of the forward, and compute nothing."""
+        later = set(self.dys)
+        for node in self.order:
+            if not later.isdisjoint(node.all_input_nodes):
+                later.add(node)
+        return [node for node in self.order if node.op == "call_function" and node.is_impure() and node not in later]
 
     def _find_captured(self) -> dict[fx.Node, Tensor]:
         """The nodes of tensors that the function reads beside its arguments, one for each, and the tensors."""
