@@ -119,7 +119,7 @@ class WholeTraces(ModuleTraces):
     def _trace(self, *given: Any) -> Any:
         if self.seen is not None:
             *_, x_shape, leaves, count = given
-            layouts = repr(x_shape), *[(t.shape, t.dtype) for t in leaves[count:]]
+            layouts = repr(x_shape[:2]), *[(t.shape, t.dtype) for t in leaves[count:]]
             if self.seen and layouts not in self.seen:  # lengths that change in each step would be traced for nothing
                 self.seen.add(layouts)
                 raise _Untraced("", False)
