@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 import operator
 import threading
 import types
@@ -148,7 +149,8 @@ class WholeTraces(ModuleTraces):
         held = {id(t) for t in leaves if t.is_leaf}
         given = {name: leaves[i] for name, i in found.graphs.leaves.items()}
         kept = {name: like for name, like in found.graphs.kept.items() if id(given.get(name)) not in held}
-        ours = sum(like.dtype.itemsize * like.extent() for name, like in kept.items() if name not in found.graphs.captured)
+        # by elements, as two halves of one memory are two values
+        ours = sum(like.dtype.itemsize * math.prod(like.shape) for name, like in kept.items() if name not in found.graphs.captured)
         with _cast(casts), torch.enable_grad():
             call = functools.partial(self.inside, *args, **kwargs)
             return ours < bytes_of_call(self.module, call, [t for t in leaves if id(t) in held])
