@@ -183,7 +183,7 @@ def test_the_bytes_that_models_without_a_row_keep(cast):
 def graphs(model):
     """The paths of the modules that ran on a graph."""
     found = {path: vars(part)["_whole"] for path, part in model.named_modules() if "_whole" in vars(part)}
-    return {path for path, whole in found.items() if whole.traces is not None and whole.traces.memo[1]}
+    return {path for path, whole in found.items() if whole.traces is not None and whole.op.traces()}
 
 
 class Block(nn.Module):
