@@ -39,6 +39,7 @@ from funcops.adapters.nn.unchanged import HOOKS, watched
 from funcops.engine.errors import describe, fail, join_path
 from funcops.engine.trees import WithExtras, leaf, static, tensors, tree
 
+SEEN = 1024  # layouts, of which a second one is known
 TRACES = 32  # of one module: a trace takes about half a second a layer
 WHOLE, CFG = "_whole", TorchConfig()
 SEVERAL = nn.ModuleList, nn.Sequential  # which hold a model's blocks
@@ -121,10 +122,12 @@ class WholeTraces(ModuleTraces):
         if self.seen is not None:
             *_, x_shape, leaves, count = given
             layouts = repr(x_shape[:2]), *[(t.shape, t.dtype) for t in leaves[count:]]
-            if self.seen and layouts not in self.seen:  # lengths that change in each step would be traced for nothing
-                self.seen.add(layouts)
-                raise _Untraced("", False)
+            new = len(self.seen) > 0 and layouts not in self.seen
             self.seen.add(layouts)
+            if len(self.seen) > SEEN:
+                self.seen.pop()
+            if new:  # lengths that change in each step would be traced for nothing
+                raise _Untraced("", False)
         if self.tries == TRACES:
             remedy = "pad inputs to few lengths, and pass numbers that change as tensors"
             raise _Untraced(
