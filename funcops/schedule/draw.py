@@ -1,8 +1,9 @@
-"""Draws a simulated step as usual: one row per rank, one box per action. Needs matplotlib."""
+"""Draws a simulated step as usual, one row per rank and one box per action, or its bytes over time. Needs matplotlib."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from funcops.engine.errors import require, require_type
@@ -71,6 +72,28 @@ def draw(
         figure.legend(handles=patches, loc="outside lower center", ncols=min(6, len(patches)), fontsize=9, frameon=False)
     else:
         axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9, frameon=False)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def draw_held(steps: Mapping[str, Simulated], path: str | os.PathLike[str] | None = None) -> Any:
+    """Return matplotlib's figure of the bytes that each rank holds over time, with a panel for each named step."""
+    if path is not None:
+        require_type("draw", "path", path, str, os.PathLike)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("draw needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(WIDTHS[0], 2.6 * len(steps)), layout="constrained")
+    panels = figure.subplots(len(steps), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (name, step) in zip(panels, steps.items(), strict=True):
+        for rank, (ends, held) in enumerate(zip(step.ends, step.held, strict=True)):
+            axes.step([0.0, *ends], [0.0, *held], where="post", label=f"rank {rank}", linewidth=1)
+        axes.set_title(f"{name}: {step.said()}", fontsize=9)
+        axes.set_ylabel("bytes held")
+    panels[-1].set_xlabel(f"time, in {ANY}")
+    panels[0].legend(loc="upper right", fontsize=8, ncols=4)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure

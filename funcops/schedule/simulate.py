@@ -138,13 +138,15 @@ class TimedAction(NamedTuple):
 @dataclasses.dataclass(frozen=True, repr=False)
 class Simulated:
     """The times at which each action of each rank starts and ends, in the order of the schedule; the time of the step, with the
-    communication exposed after a rank's last action; the most bytes of residuals and pendings that each rank holds."""
+    communication exposed after a rank's last action; the most bytes of residuals and pendings that each rank holds, and `held`, the
+    bytes that it holds after each of its actions."""
 
     schedule: Schedule
     starts: tuple[array[float], ...]
     ends: tuple[array[float], ...]
     time: float
     peak_bytes: tuple[float, ...]
+    held: tuple[array[float], ...]
 
     @functools.cached_property
     def slots(self) -> tuple[tuple[TimedAction, ...], ...]:
@@ -186,7 +188,7 @@ class Simulated:
 
     def __repr__(self) -> str:
         rows = zip(self.busy, self.idle, self.peak_bytes, strict=True)
-        ranks = [f"rank {i:<4} {busy:>12g} {idle:>12g} {_shown(peak):>12}" for i, (busy, idle, peak) in enumerate(rows)]
+        ranks = [f"rank {i:<4} {busy:>12g} {idle:>12g} {shown_bytes(peak):>12}" for i, (busy, idle, peak) in enumerate(rows)]
         head = f"{self.schedule.name}: {self.time:g} per step, {100 * self.bubble:.1f} % idle"
         return on_screen("\n".join([head, f"{'':9} {'busy':>12} {'idle':>12} {'peak bytes':>12}", *ranks]))
 
@@ -199,14 +201,14 @@ class Simulated:
     def said(self, unit: str = "") -> str:
         """Return a one-line summary, with the time in `unit`: of a step, and the longest wait of a rank between its first and its
         last action, which is all that is lost if ranks may go on with the next step."""
-        peaks = [_shown(peak) for peak in self.peak_bytes]
+        peaks = [shown_bytes(peak) for peak in self.peak_bytes]
         shown = ", ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "...", *peaks[-8:]])
         time = f"{self.time:g} {unit}".rstrip()
         waits = f", waiting inside the step: {max(self.waiting):g}" if any(self.waiting) else ", no rank waits inside the step"
         return f"{self.schedule.name}: {time} per step, {100 * self.bubble:.1f} % idle{waits}, peak bytes by rank: {shown}"
 
 
-def _shown(nbytes: float) -> str:
+def shown_bytes(nbytes: float) -> str:
     """Format bytes with a unit, small numbers without: if costs are not measured, a microbatch counts as one byte."""
     return size_of(nbytes) if nbytes >= 1024 else f"{nbytes:g}"
 
@@ -230,7 +232,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, n
     kept = {"F": [c.residual_bytes for c in model.costs], "I": [c.pending_bytes - c.residual_bytes for c in model.costs]}
     freed = {"W": [c.pending_bytes for c in model.costs], "B": [c.residual_bytes for c in model.costs]}
     free, held, peak = ([0.0] * len(ranks) for _ in range(3))
-    starts, ends = ([array("d") for _ in ranks] for _ in range(2))
+    starts, ends, after = ([array("d") for _ in ranks] for _ in range(3))
     send, last = model.send, schedule.stages - 1
     for rank, action in schedule.order():
         stage, kind, m = action
@@ -259,9 +261,10 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, n
                 peak[rank] = held[rank]
         else:
             held[rank] -= freed[kind][stage]
+        after[rank].append(held[rank])
     for stage, rank in schedule.rank_of.items():
         free[rank] += model.after[stage]
-    return Simulated(schedule, tuple(starts), tuple(ends), max(free), tuple(peak))
+    return Simulated(schedule, tuple(starts), tuple(ends), max(free), tuple(peak), tuple(after))
 
 
 def _side_by_side(

@@ -333,6 +333,7 @@ MADE = {
     "Graphed",
     "GraphedOp",
     "InFlight",
+    "Leveled",
     "ModelErrors",
     "Plan",
     "Predicted",

@@ -105,6 +105,26 @@ SCHEDULES = {
         {"budget_bytes": (0.0,)},
         {("budget_bytes", "inf"): "no limit"},
     ),
+    "schedule.Choice": Row(
+        lambda: {"name": "all", "policy": "minimal", "extra": 0.5, "residual_bytes": 1.0, "pending_bytes": 2.0},
+        {"policy": ("lost",)},
+        NAME,
+    ),
+    "schedule.stage_choices": Row(
+        lambda: {"cfg": CHAIN, "x": x(), "dtype": torch.float32, "needs": Needs.ALL, "count": 2},
+        {"count": (0,)},
+        {("x", "float32[2, 4]"): "nothing is run"},
+    ),
+    "schedule.level": Row(
+        lambda: {
+            "schedule": one_step(),
+            "choices": [[schedule.Choice("all")]] * 2,
+            "costs": schedule.Costs(),
+            "network": schedule.Network(),
+            "most": 2.0,
+        },
+        {"choices": ([], [[]] * 2, [[1]] * 2), "costs": ([schedule.Costs()], 1.0, "x"), "most": (0.5,)},
+    ),
     "schedule.fold": Row(
         lambda: {"schedule": one_step(), "ranks": 1, "costs": schedule.Costs(), "network": schedule.Network()}, {"ranks": (0, 3)}
     ),

@@ -1,5 +1,7 @@
 """A small decoder as a staged op, its microbatches, and the results of one chain."""
 
+import dataclasses
+
 import torch
 from tally import routed
 
@@ -10,6 +12,7 @@ from funcops import (
     EmbeddingConfig,
     GLUConfig,
     LinearConfig,
+    RepeatConfig,
     RMSNormConfig,
     SkipConfig,
     Step,
@@ -21,6 +24,7 @@ from funcops import (
     glu,
     linear,
     random,
+    repeat,
     rms_norm,
     skip,
 )
@@ -59,6 +63,16 @@ def decoder(stages=4, keyed=False, ties=()):
     )
     every = [first, *[middle] * (stages - 2), last]
     return ChainConfig(steps=tuple(Step(f"s{i}", chain, cfg) for i, cfg in enumerate(every)), extras=(*extras, "labels"), ties=ties)
+
+
+def layered(stages, layers):
+    """From tokens to the mean loss, in stages that are each a repeat of so many blocks."""
+    body = Step("blocks", repeat, RepeatConfig(chain, ChainConfig(steps=(block(),)), layers))
+    first, *rest = decoder(stages).steps
+    ends = [dataclasses.replace(first.cfg, steps=(first.cfg.steps[0], body))]
+    ends += [dataclasses.replace(step.cfg, steps=(body, *step.cfg.steps[1:])) for step in rest]
+    steps = [dataclasses.replace(step, cfg=cfg) for step, cfg in zip((first, *rest), ends, strict=True)]
+    return ChainConfig(steps=tuple(steps), extras=("labels",))
 
 
 def microbatches(count, cfg, rows=3, seed=0):

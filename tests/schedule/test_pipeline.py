@@ -50,6 +50,7 @@ LINES = {
     "gradients": 2 * SCHEDULES,
     "curve": SCHEDULES - 2,
     "drawn": 18,
+    "leveled": 3,
     "leaves": 18,
     "tied": 2,
     "frozen": 1,

@@ -1,8 +1,9 @@
 """Pairs of ranks that run a pipeline, all at once: `python two_ranks.py FOLDER MODES...`. Each rank prints a line of numbers a
 case, or fails; their exit codes are printed last.
 
-MODES of a pair, with commas between: gradients (for every schedule), curve (for six); drawn; leaves; tied; frozen; outputs; reduce;
-modules; nan, refused (rank 1's first step), kill, raise (rank 1 goes wrong in its second step). Each says `== MODE` first.
+MODES of a pair, with commas between: gradients (for every schedule), curve (for six); drawn; leveled; leaves; tied; frozen;
+outputs; reduce; modules; nan, refused (rank 1's first step), kill, raise (rank 1 goes wrong in its second step). Each
+says `== MODE` first.
 """
 
 import functools
@@ -19,13 +20,26 @@ import torch.distributed as dist
 from drawn import every
 from exchanged import check_exchanged, exchange, exchanged
 from forked import codes
-from staged import DIM, USER, decoder, linears, microbatches, reference, routed_stages, square_error, stages_of_modules
+from staged import DIM, USER, decoder, layered, linears, microbatches, reference, routed_stages, square_error, stages_of_modules
 
 from funcops import Needs, chain, random
 from funcops.adapters.pipelining import BucketedMean, Pipeline, split_stage
 from funcops.engine.trees import paths, tree_map, tree_map_tensors
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
-from funcops.schedule import Schedule, delay_w, dualpipe_v, fold, gpipe, interleaved_1f1b, interleaved_zb, one_f_one_b, run, zb_v
+from funcops.schedule import (
+    Schedule,
+    delay_w,
+    dualpipe_v,
+    fold,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zb,
+    level,
+    one_f_one_b,
+    run,
+    stage_choices,
+    zb_v,
+)
 from funcops.testing.checks import same_bits
 
 M, DRAWN = 8, 18
@@ -87,6 +101,19 @@ def drawn():
             if here:
                 same_bits(found, wanted, f"of {schedule}")
         print("drawn", 0.0)
+
+
+def leveled():
+    """Each rank's stages under the policies of a plan: the bits of `run` without it, and the bytes that were planned."""
+    for made in (interleaved_1f1b(2, M), zb_v(2, M), fold(one_f_one_b(4, M), 2)):
+        cfg, params, xs = setup(cfg=layered(4, 4))
+        plan, want = level(made, stage_choices(cfg, xs[0], dtype=torch.float64)), run(made, params, xs, cfg)
+        pipeline = Pipeline(plan.schedule, plan.staged(cfg), xs[0], dtype=torch.float64)
+        ys, dparams, _, peak = pipeline.step(local(pipeline, params), xs)
+        same_bits(dparams, {name: want.dparams[name] for name in pipeline.names}, f"of {made.name}")
+        assert ys is None or torch.equal(torch.stack(ys), torch.stack(want.ys))
+        assert peak <= plan.after.peak_bytes[dist.get_rank()], "a tensor that two stages share counts once"
+        print("leveled", 0.0)
 
 
 def leaves():
