@@ -290,7 +290,7 @@ def test_a_length_is_traced_when_it_comes_again():
         model(torch.randn(length, 6))
         counts.append(model.forward.traces.tries)
     assert counts == [1, 1, 1, 1, 1, 2, 2, 3]
-    with torch.autocast("cpu", torch.bfloat16):  # which is no new length
+    with torch.autocast("cpu", torch.bfloat16):  # of a length that is known
         model(torch.randn(5, 6))
     assert model.forward.traces.tries == 4
 
