@@ -1,16 +1,18 @@
-"""Peak live bytes over forward + backward of four Llama blocks, against autograd, and of a decoder with its loss. CPU, exact: every
-storage is counted."""
+"""Peak live bytes over forward + backward of four Llama blocks, against autograd, and of a decoder with its loss, and the bytes
+that policies keep by place. CPU, exact: every storage is counted."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,9 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from benchmarks.measure import Row
 from benchmarks.plain import PlainBlock
 from benchmarks.residuals import sixteenth
-from funcops import RepeatConfig, WithExtras, chain, donate, random, repeat
+from funcops import Compress, Disk, Offload, Policy, RepeatConfig, WithExtras, chain, donate, random, repeat, report, with_policy
 from funcops.engine.contract.needs import Needs
 from funcops.engine.errors import short
+from funcops.engine.residuals.offload import copies
+from funcops.engine.trees import tree_map_tensors
 from funcops.lora import lora_init, lora_needs, with_lora
 from funcops.low_precision import NF4, quantize_weights, with_weight_only
 from funcops.models import decoder
@@ -63,7 +67,7 @@ def peak_of(fn: Callable[[], Any]) -> int:
 
 
 def run() -> list[Row]:
-    return [*(row for case in CASES for row in _measure(*case)), *_decoder(), *_adapters()]
+    return [*(row for case in CASES for row in _measure(*case)), *_decoder(), *_adapters(), *_places()]
 
 
 def _decoder() -> list[Row]:
@@ -99,6 +103,24 @@ def _adapters() -> list[Row]:
 
         case = f"adapters of {LAYERS} llama blocks, {16 * LENGTH} tokens, bfloat16"
         rows.append(Row("memory", case, name, "peak live", peak_of(step) / 2**20, "MiB"))
+    return rows
+
+
+def _places() -> list[Row]:
+    """The bytes that a codec and a place keep, by place, as a report on shapes says them before a run on a device."""
+    cfg = RepeatConfig(chain, block_config(DIM, HEADS, HIDDEN), LAYERS)
+    params = repeat.init(cfg, device="cpu", key=random.key(0), dtype=torch.bfloat16)
+    x = WithExtras(torch.zeros(16, LENGTH, DIM).bfloat16(), {"positions": torch.arange(LENGTH)})
+    case = f"{LAYERS} llama blocks, {16 * LENGTH} tokens, bfloat16"
+    rows = []
+    # on the CPU nothing would leave for the host's memory
+    with mock.patch.object(copies, "leaves", lambda t: True), FakeTensorMode() as mode, tempfile.TemporaryDirectory() as folder:
+        like, given = (tree_map_tensors(mode.from_tensor, tree) for tree in (params, x))
+        for name, place in (("Offload", Offload()), ("Disk", Disk(folder))):
+            op = with_policy(repeat, Policy({"*[xqkvy]": Compress("mxfp8") | place}, optional=True))
+            found = report(op.fwd(like, given, cfg)[1], like, given).places
+            provider = f"funcops, mxfp8 and {name}"
+            rows += [Row("memory", case, provider, f"kept: {where}", size / 2**20, "MiB") for where, size in found.items() if size]
     return rows
 
 

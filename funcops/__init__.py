@@ -23,7 +23,7 @@ Ops of ops           Op, remat, with_policy, op_from_torch, op_from_module (Torc
 Requested gradients  Needs
 Residuals            report, diff, quantization_report, donate, pack, unpack, Ledger, checking,
                      without_params, with_params
-Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
+Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Disk, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
 Profiles             profile (Profile), named_steps, named_scope
 Kernels              backend, explain, plan, register_fusion, unregister_fusion (Rule, Saving)
@@ -161,6 +161,7 @@ if _TYPE_CHECKING:  # extensions, which are imported at their first use
     from funcops.adapters.profiler import profile as profile
     from funcops.low_precision.report import quantization_report as quantization_report
     from funcops.memory.compare import diff as diff
+    from funcops.memory.disk import Disk as Disk
     from funcops.memory.fit import Fitted as Fitted
     from funcops.memory.fit import fit as fit
     from funcops.memory.policy import with_policy as with_policy
@@ -187,6 +188,7 @@ _ROOMS = [
     "trees",
 ]
 _LATER = {  # names of extensions, and where they are
+    "Disk": "memory.disk",
     "Fitted": "memory.fit",
     "Profile": "adapters.profiler",
     "TorchConfig": "adapters.from_function",

@@ -158,8 +158,7 @@ def bits(key: Tensor, n: int) -> Tensor:
     """
     check("random.bits", "key", key, (2,), torch.int64)
     require_count("random.bits", 0, n=n)
-    block = torch.arange((n + 3) // 4, dtype=torch.int64, device=key.device)
-    return _blocks(key, block)[:n]
+    return _blocks(key, torch.arange((n + 3) // 4, dtype=torch.int64, device=key.device))[:n]
 
 
 def _blocks(key: Tensor, block: Tensor) -> Tensor:

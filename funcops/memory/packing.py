@@ -14,9 +14,10 @@ from funcops.engine.contract.by_config import class_by
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op, wrap
 from funcops.engine.contract.schema import DGRAD, RECOMPUTE, WGRAD, Donated, Phase, Saved, open_node
-from funcops.engine.errors import require
+from funcops.engine.errors import in_step, require
 from funcops.engine.residuals.forms import from_form, in_blocks, to_form
 from funcops.engine.residuals.policy import Action, Drop
+from funcops.memory.disk import let_go
 
 Actions = tuple[tuple[str, Action], ...]  # by field
 
@@ -30,7 +31,7 @@ def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
         y, node = op.fwd(params, x, cfg, needs=needs)
         if node is not None:
             values = {name: (getattr(node, name), action) for name, action in actions}
-            node.set(**{name: to_form(value, action) for name, (value, action) in values.items() if value is not None})
+            node.set(**{name: _kept_as(name, value, action) for name, (value, action) in values.items() if value is not None})
         return y, node
 
     every = (*actions, *late)
@@ -43,7 +44,8 @@ def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
         dx, waiting = op.dgrad(node, dy, cfg)
         if isinstance(waiting, Saved):
             same = {n: f for n, f in forms.items() if n in waiting.fields and getattr(waiting, n) is plain.get(n, f)}
-            waits = {n: to_form(t, a) for n, a in late if (t := getattr(waiting, n)) is not None}
+            waits = {n: _kept_as(n, t, a) for n, a in late if (t := getattr(waiting, n)) is not None}
+            let_go([form for n, form in same.items() if n not in plain])
             waiting = waiting.copy(**same, **waits)
         return dx, waiting
 
@@ -82,6 +84,22 @@ def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
     return wrap(op, (packed, (op, actions, late)), **(changes if op.recompute else changes | {"recompute": None}))
 
 
+def _kept_as(name: str, t: Any, action: Action) -> Any:
+    try:
+        return to_form(t, action)
+    except (OSError, TypeError, ValueError) as error:  # of a place: the chain around puts the path of the step before the name
+        in_step(error, name)
+        raise
+
+
+def _read(name: str, form: Any) -> Any:
+    try:
+        return from_form(form)
+    except (OSError, TypeError, ValueError) as error:
+        in_step(error, name)
+        raise
+
+
 def _opened(
     actions: Actions, where: str, kept: Any, declared: Any, cfg: Any, phase: Phase, dy: Any = None
 ) -> tuple[Any, dict[str, Any]]:
@@ -92,5 +110,5 @@ def _opened(
         missed = isinstance(action, Drop) and node.fields[name].wanted(node.needs)
         require(not missed, where, f"{node.kind}.{name}", "kept, because this half of the backward reads it", "dropped (policy)")
     kept_as = {name: getattr(node, name) for name in read}
-    plain = {name: t if node.fields[name].blocks and in_blocks(t) else from_form(t) for name, t in kept_as.items()}
+    plain = {name: t if node.fields[name].blocks and in_blocks(t) else _read(name, t) for name, t in kept_as.items()}
     return node.copy(**plain), plain

@@ -26,6 +26,7 @@ from funcops.engine.program import compiled_programs
 from funcops.engine.program.lower import lower
 from funcops.engine.residuals.forms import Packed, one_form_each
 from funcops.engine.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save
+from funcops.memory.disk import Disk
 from funcops.memory.layers import any_layer, laid_out
 from funcops.memory.packing import packed
 from funcops.memory.parts import (
@@ -104,7 +105,12 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         found = memo.get(cfg)
         if found is None:
             require_config(op.name, cfg, op.config)
-            found = remember(memo, cfg, (*resolved(op, cfg, policy), _Unseen.of(op, cfg, policy)))
+            made = *resolved(op, cfg, policy), _Unseen.of(op, cfg, policy)
+            for pattern, action in policy.rules:
+                place = getattr(action, "place", action)
+                if isinstance(place, Disk):
+                    place.check("with_policy", f"rules at {pattern!r}")
+            found = remember(memo, cfg, made)
         return found
 
     def resolved_for(cfg: Any) -> tuple[Op, Any]:

@@ -20,6 +20,7 @@ RECORDED = torch.__version__.startswith("2.13.")
         pytest.param("cpu-residuals", lambda: residuals.run(rivals=False), marks=pytest.mark.slow),
         ("cpu-memory", lambda: memory._measure(1, torch.float32)),
         pytest.param("cpu-memory", lambda: memory._decoder(), marks=pytest.mark.slow),
+        ("cpu-memory", lambda: memory._places()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -266,7 +266,7 @@ def test_a_codec_and_a_place_compose(name, codec, device):
     )
     rows = [report(one, params).rows for one in (kept, host)]
     changed = [(a, b) for a, b in zip(*rows, strict=True) if a != b]
-    assert all(b == a._replace(dtype=f"{codec} on the host") and a.dtype == codec for a, b in changed) and changed
+    assert all(b == a._replace(dtype=f"{codec} on the host", place="host") and a.dtype == codec for a, b in changed) and changed
     y, plain = op.fwd(params, x, cfg)
     dy = torch.ones_like(y)
     want = op.bwd(unpack(pack(plain, alone)), dy, cfg)
@@ -279,6 +279,9 @@ def test_only_a_codec_and_a_place_compose():
     for other in (Save(), Recompute(), Drop(), Compress("bf16"), "host"):
         with pytest.raises(TypeError, match=r"Compress: \| place must be Offload, got "):
             Compress("fp8") | other
+    for other in (Offload(), Compress("int8"), Compress("int8") | Offload()):
+        with pytest.raises(TypeError):
+            (Compress("fp8") | Offload()) | other
     op, cfg, x = MODELS["llama"]
     with pytest.raises(ValueError, match="a step itself takes only Save, Recompute and Offload"):
         with_policy(op, Policy({"mlp.act": Compress("fp8") | Offload()})).init(cfg, device="meta")

@@ -96,9 +96,7 @@ def stacked(layers: tuple[Any, ...]) -> Any:
 
 def collected(found: list[Any], into: Any, cfg: Any) -> Any:
     """The params or gradients of all layers, as the config has them; `into`, if they were added to it."""
-    if into is not None:
-        return into
-    return stacked(tuple(found)) if cfg.stacked else tuple(found)
+    return into if into is not None else stacked(tuple(found)) if cfg.stacked else tuple(found)
 
 
 def by_layer(where: str, what: str, params: Any, cfg: Any) -> tuple[Any, ...]:

@@ -215,7 +215,7 @@ def _backward(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | Non
     if cfg.outputs:
         dy, of_outputs = outputs_by_layer("repeat_dgrad" if sums is None else "repeat_bwd", dy, cfg.outputs, cfg.times)
     # only while something is offloaded: else the tree of each layer would be searched in vain
-    bring = (lambda i: copies.prefetch(node.get(i))) if copies.home else None
+    bring = (lambda i: copies.prefetch(node.get(i))) if copies.home or copies.elsewhere else None
 
     def call(i: int, kept: Any) -> Any:
         nonlocal dy

@@ -65,9 +65,7 @@ class FusionPlan(NamedTuple):
 
 def path_of(call: Call) -> str:
     """The path of a call's step; for a skip's fork and sum, the skip's path with their name."""
-    if call.place is not None:
-        return call.path or call.op.name
-    return join_path(call.path, call.op.name)
+    return call.path if call.place is not None and call.path else join_path(call.path, call.op.name)
 
 
 def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> FusionPlan:

@@ -128,8 +128,7 @@ def recipe(op: Op, node: Any) -> Any:
     # the new node would mark stale tensors as fresh
     if not node.fresh():
         node.complain(f"{op.name}_recompute")
-    given = {name: getattr(node, name) for name in node.names}
-    return type(node).keep(node.cfg, _ONLY, **given)
+    return type(node).keep(node.cfg, _ONLY, **{name: getattr(node, name) for name in node.names})
 
 
 def recomputed(compute: Any, pending: Any, name: Any, cfg: Any, fields: tuple[str, ...] = (), x: Any = None) -> Any:

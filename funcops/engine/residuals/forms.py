@@ -20,8 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from funcops.engine.contract.marks import version, versions
 from funcops.engine.errors import short
 from funcops.engine.residuals.codec import codec, smaller
-from funcops.engine.residuals.offload import copies
-from funcops.engine.residuals.policy import Action, Compress, Drop, Offload
+from funcops.engine.residuals.policy import Action, Compress, Drop, Offload, Placed
 from funcops.engine.trees import leaf, static, tree, tree_map
 
 __all__ = ["Layout", "Packed", "block_of", "from_form", "in_blocks", "one_form_each", "to_form"]
@@ -71,7 +70,13 @@ class Packed:
     def form(self) -> str:
         """The name of the form in a report."""
         name = str(self.action.codec) if isinstance(self.action, Compress) else short(self.dtype)
-        return name + " on the host" * (isinstance(self.action, Offload) or type(self.parts[0]) is Packed)
+        return name + {"host": " on the host", "file": " in a file"}.get(self.place, "")
+
+    @property
+    def place(self) -> str:
+        """The place of its bytes: "here", on the device that computes, the memory of its "host", or a "file"."""
+        away = self.parts[0] if type(self.parts[0]) is Packed else self
+        return getattr(away.parts[0], "place", "host") if isinstance(away.action, Offload) else "here"
 
 
 def has_form(value: Any) -> bool:
@@ -112,13 +117,13 @@ def to_form(t: Any, action: Action) -> Any:
     form of its own, which is already in few bits, is not compressed."""
     if isinstance(action, Drop):
         return None
-    if isinstance(action, Compress) and isinstance(action, Offload):  # the parts of the form have a form of their own
-        return to_form(to_form(t, Compress(action.codec)), Offload())
+    if isinstance(action, Placed):  # the parts of the form have a form of their own
+        return to_form(to_form(t, Compress(action.codec)), action.place)
     if not isinstance(t, Tensor):
         in_bits = has_form if isinstance(action, Compress) else None
         return tree_map(lambda one: to_form(one, action) if isinstance(one, Tensor) else one, t, is_leaf=in_bits)
     compress = isinstance(action, Compress) and smaller(action.codec, t)
-    if not compress and not (isinstance(action, Offload) and copies.leaves(t)):
+    if not compress and not (isinstance(action, Offload) and action.mover.leaves(t)):
         return t
     known = None if is_dynamo_compiling() else _known.get()
     if known is None:
@@ -138,9 +143,9 @@ def to_form(t: Any, action: Action) -> Any:
     return form
 
 
-def _packed(t: Tensor, action: Action) -> Packed:
+def _packed(t: Tensor, action: Any) -> Packed:
     return Packed(
-        codec("pack", action.codec).encode(t) if isinstance(action, Compress) else (copies.on_host(t),),
+        codec("pack", action.codec).encode(t) if isinstance(action, Compress) else (action.mover.on_host(t),),
         action=action,
         shape=t.shape,
         dtype=t.dtype,
@@ -152,8 +157,8 @@ def _packed(t: Tensor, action: Action) -> Packed:
 def in_blocks(value: Any) -> bool:
     """Whether `value` is a whole tensor as codes with one scale per block, which a kernel can read without `from_form`: see
     `block_of`."""
-    codes = type(value) is Packed and isinstance(value.action, Compress) and isinstance(value.parts[0], Tensor)
-    return codes and value.view is None and block_of(value) > 0
+    whole = type(value) is Packed and isinstance(value.action, Compress) and value.view is None
+    return whole and isinstance(value.parts[0], Tensor) and block_of(value) > 0
 
 
 def block_of(value: Packed) -> int:
@@ -168,8 +173,10 @@ def from_form(value: Any) -> Any:
     if type(value) is not Packed:
         return tree_map(lambda one: from_form(one) if type(one) is Packed else one, value, is_leaf=lambda one: type(one) is Packed)
     parts = tuple([from_form(part) for part in value.parts])  # which may be packed in turn
-    coded = isinstance(value.action, Compress)
-    t = codec("unpack", value.action.codec).decode(parts, value.dtype) if coded else copies.on_device(parts[0], value.device)
+    if isinstance(value.action, Compress):
+        t = codec("unpack", value.action.codec).decode(parts, value.dtype)
+    else:
+        t = value.action.mover.on_device(parts[0], value.device)
     if value.view is None:
         return t
     of, layout = value.view

@@ -26,8 +26,7 @@ def part(node: Any, name: Any) -> Any:
 
 def needs_of(kept: Any) -> Needs:
     """The needs under which residuals were kept, donated or not."""
-    node = kept._node if type(kept) is Donated else kept
-    return getattr(node, "needs", Needs.NONE)
+    return getattr(kept._node if type(kept) is Donated else kept, "needs", Needs.NONE)
 
 
 class Nested(dict):  # type: ignore[type-arg]

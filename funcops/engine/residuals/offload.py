@@ -10,6 +10,7 @@ Under capture, the copies are nodes in the order of the computation: a stream th
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Copies:
     def __init__(self) -> None:
         self.home: dict[int, torch.device] = {}  # by the address of the host's copy: the device that it came from
         self.coming: dict[int, tuple[Tensor, Any]] = {}  # by the same address: the prefetched tensor, and the event of its copy
+        self.elsewhere: dict[int, Callable[[], None]] = {}  # by the storage of a stand-in: what starts to read it from its place
         self._streams: dict[torch.device, Any] = {}
 
     def on_host(self, t: Tensor) -> Tensor:
@@ -43,7 +45,8 @@ class Copies:
         self.held_by(side, t)
         self.home[host.data_ptr()] = device
         # a later tensor may get this address, and must not be taken for the offloaded one
-        weakref.finalize(host.untyped_storage(), self._forget, host.data_ptr())
+        for known in (self.home, self.coming):
+            weakref.finalize(host.untyped_storage(), known.pop, host.data_ptr(), None)
         return host
 
     def begin(self, host: Tensor) -> None:
@@ -73,13 +76,11 @@ class Copies:
 
     def prefetch(self, tree: Any) -> None:
         """Prefetch all offloaded tensors of a tree."""
-        for t in tensors(tree) if self.home else ():
+        for t in tensors(tree) if self.home or self.elsewhere else ():
             if t.is_cpu and self.own_stream(t):
                 self.begin(t)
-
-    def _forget(self, at: int) -> None:
-        self.home.pop(at, None)
-        self.coming.pop(at, None)
+            elif t.is_meta and (start := self.elsewhere.get(t.untyped_storage()._cdata)):
+                start()
 
     def leaves(self, t: Tensor) -> bool:
         return not t.is_cpu

@@ -34,8 +34,7 @@ def pack(kept: T, action: Offload | Compress) -> T:
     require_type("pack", "action", action, Offload, Compress)
     _check_fresh("pack", kept)
     with one_form_each():
-        packed: T = to_form(kept, action)
-    return packed
+        return to_form(kept, action)  # type: ignore[no-any-return]
 
 
 def unpack(packed: T) -> T:
@@ -51,8 +50,7 @@ def unpack(packed: T) -> T:
     tensor([1., 1.])
     """
     _check_fresh("unpack", packed)
-    unpacked: T = from_form(packed)
-    return unpacked
+    return from_form(packed)  # type: ignore[no-any-return]
 
 
 def _check_fresh(where: str, tree: Any) -> None:

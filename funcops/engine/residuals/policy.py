@@ -15,11 +15,12 @@ import fnmatch
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from funcops.engine.contract.walk import layer_ranges
 from funcops.engine.errors import describe, fail, require_flag, require_type
 from funcops.engine.residuals.codec import codec
+from funcops.engine.residuals.offload import copies
 
 __all__ = ["POLICIES", "Action", "Compress", "Drop", "Offload", "Policy", "Recompute", "Save", "compressed", "means"]
 
@@ -73,11 +74,14 @@ class Offload:
     tensor([1., 1.])
     """
 
+    mover: ClassVar[Any] = copies  # what takes a tensor to the place and back; a place of an extension is a subclass with its own
+
 
 @dataclasses.dataclass(frozen=True)
 class Compress:
     """Keep the tensor in fewer bytes, by codec "bf16", "fp8" (blocks of 128), "mxfp8" (blocks of 32) or "int8";
-    `funcops.engine.residuals.codec` states their errors. `Compress(codec) | Offload()` keeps these bytes in the host's memory.
+    `funcops.engine.residuals.codec` states their errors. `Compress(codec) | Offload()` keeps these bytes in the host's memory,
+    `Compress(codec) | Disk(folder)` in files.
 
     >>> import torch
     >>> from funcops import Compress, Policy, SoftcapConfig, report, softcap, with_policy
@@ -99,15 +103,20 @@ class Compress:
 
     def __or__(self, place: Offload) -> Compress:
         require_type("Compress", "| place", place, Offload)
-        return _CompressOffload(self.codec)
+        return Placed(self.codec, place)
 
     __ror__ = __or__
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _CompressOffload(Compress, Offload):
+class Placed(Compress):
+    """A codec, and the place of its codes."""
+
+    place: Offload
+    __or__ = __ror__ = None  # type: ignore[assignment]  # it has a place
+
     def __repr__(self) -> str:
-        return f"Compress(codec={self.codec!r}) | Offload()"
+        return f"{Compress(self.codec)} | {self.place}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +176,7 @@ class Policy:
 
     def action(self, path: str, waits: bool = False) -> Action | None:
         """The action of the last matching rule; see `means`."""
-        rule = self.rule_for(path, waits)
-        return None if rule is None else self.rules[rule][1]
+        return None if (rule := self.rule_for(path, waits)) is None else self.rules[rule][1]
 
     def rule_for(self, path: str, waits: bool = False) -> int | None:
         """The index of the last matching rule."""
@@ -177,7 +185,7 @@ class Policy:
     def applies(self, rule: int, path: str, waits: bool = False) -> bool:
         """Whether a rule is one for the path: `Save` and `Offload` of a step are rules for every field in it, too."""
         pattern, action = self.rules[rule]
-        return means(pattern, path, waits) or (type(action) in (Save, Offload) and not waits and means(f"{pattern}.*", path))
+        return means(pattern, path, waits) or (isinstance(action, Save | Offload) and not waits and means(f"{pattern}.*", path))
 
 
 @functools.lru_cache(maxsize=1 << 15)

@@ -99,7 +99,8 @@ def _ranged(first: str, last: str) -> str:
 
 class Row(NamedTuple):
     """One kept tensor. `bytes` is 0 if it shares the storage of `alias_of`: a parameter, an input, an earlier row. A tensor kept in
-    another form, such as a `QTensor`, has the original's shape, and the form's name as `dtype`."""
+    another form, such as a `QTensor`, has the original's shape, and the form's name as `dtype`. `place`: "here", "host" or
+    "file"."""
 
     path: str
     shape: tuple[int, ...]
@@ -107,6 +108,7 @@ class Row(NamedTuple):
     bytes: int
     alias_of: str
     needed_by: str
+    place: str = "here"
 
 
 _HEAD = ("path", "shape", "dtype", "bytes", "share", "alias of", "needed by")
@@ -126,6 +128,11 @@ class Report:
     @property
     def bytes_per_token(self) -> float | None:
         return self.kept_bytes / self.tokens if self.tokens else None
+
+    @property
+    def places(self) -> dict[str, int]:
+        """The kept bytes by place: "here", where the op computes, in the memory of its "host", and in a "file"."""
+        return {place: sum([row.bytes for row in self.rows if row.place == place]) for place in ("here", "host", "file")}
 
     def dicts(self) -> list[dict[str, Any]]:
         return [row._asdict() for row in self.rows]
@@ -147,9 +154,8 @@ class Report:
         return f"kept {size_of(self.kept_bytes)} in {tensors}, aliased {size_of(self.aliased_bytes)}{per_token}"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        shown = [(row.path, row) for row in self.rows]
-        if not self.expand:
-            shown = [(one.row.path + (f" (x {one.times})" if one.times > 1 else ""), one.row) for one in merged(self.rows)]
+        found = [Layers(row) for row in self.rows] if self.expand else merged(self.rows)
+        shown = [(one.row.path + (f" (x {one.times})" if one.times > 1 else ""), one.row) for one in found]
         return [
             (path, str(list(r.shape)), r.dtype, size_of(r.bytes), f"{self.share(r):.1%}", r.alias_of, r.needed_by)
             for path, r in shown
@@ -158,9 +164,8 @@ class Report:
     def __str__(self) -> str:
         table = [_HEAD, *self._cells()]
         widths = [max(len(line[i]) for line in table) for i in range(len(_HEAD))]
-        right = {3, 4}
         lines = [
-            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+            "  ".join(c.rjust(w) if i in (3, 4) else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
             for line in table
         ]
         return "\n".join([*lines, self.totals()])
@@ -213,14 +218,16 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
         for path, value in _values(tree):
             # params are asked before x, so a weight that is in both is shown as the weight
             owners |= {storage: join_path(name, path) for storage in storages(value) if storage not in owners}
-    rows, aliased = [], 0
+    rows, aliased, away = [], 0, any([not t.is_cpu for t in tensors([params, x])])
     for path, value, phases in kept_values(residuals):
         parts = storages(value)
         own = {storage: size for storage, size in parts.items() if storage not in owners}
         aliased += sum(parts.values()) - sum(own.values())
-        dtype = short(value.dtype) if isinstance(value, Tensor) else value.form
         owner = "" if own else next((owners[storage] for storage in parts), "")
-        rows.append(Row(path, tuple(value.shape), dtype, sum(own.values()), owner, phases))
+        # of `remat`, a tensor of the host beside params on a device
+        place = getattr(value, "place", "host" if away and value.device.type == "cpu" else "here")
+        dtype = short(value.dtype) if isinstance(value, Tensor) else value.form
+        rows.append(Row(path, tuple(value.shape), dtype, sum(own.values()), owner, phases, place))
         owners.update(dict.fromkeys(own, path))
     return Report(rows, aliased, tokens if tokens is not None else _tokens(x), expand)
 
@@ -269,8 +276,8 @@ def storages(tree: Any) -> dict[int, int]:
 
 
 def _tokens(x: Any) -> int | None:
-    found = tensors(x)
-    if not found or isinstance(x, dict):  # extras alone: positions may be shared by the rows of a batch
+    # of extras alone none: positions may be shared by the rows of a batch
+    first = None if isinstance(x, dict) else next(iter(tensors(x)), None)
+    if first is None:
         return None
-    first = found[0]
     return first.numel() // first.shape[-1] if first.is_floating_point() and first.dim() and first.shape[-1] else first.numel()
