@@ -80,6 +80,7 @@ class Disk(Offload):
         folder: Any = self.folder
         if not isinstance(folder, str | os.PathLike):
             fail("Disk", "folder", "a path", describe(folder), TypeError)
+        require(os.fspath(folder) != "", "Disk", "folder", "a path", "''")
         # a process may change its folder between forward and backward
         object.__setattr__(self, "folder", os.path.abspath(os.fspath(folder)))
 

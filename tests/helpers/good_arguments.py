@@ -131,7 +131,7 @@ OWN = {  # by "module.name", or "name" of funcops itself
         {("rules", "[]"): "no rules"},
     ),
     "Compress": Row(lambda: {"codec": "fp8"}),
-    "Disk": Row(lambda: {"folder": "folder"}),
+    "Disk": Row(lambda: {"folder": "folder"}, {}, {("folder", "'no such'"): "asked at the first use of a policy"}),
     "Ledger": Row(lambda: {}),
     **{name: Row(lambda: {}) for name in ("Drop", "Offload", "Recompute", "Save", "TorchConfig", "delayed_wgrad")},
     **{name: OP for name in ("differentiable",)},

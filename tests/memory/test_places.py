@@ -305,6 +305,8 @@ def test_a_folder_is_a_path(folder, monkeypatch):
     for wrong in (3, None, b"folder"):
         with pytest.raises(TypeError, match="Disk: folder must be a path, got "):
             Disk(wrong)
+    with pytest.raises(ValueError, match="Disk: folder must be a path, got ''"):
+        Disk("")
     monkeypatch.chdir(folder)
     assert Disk(".") == Disk(Path(folder)) and repr(Disk(".")) == f"Disk(folder={folder!r})"
     both = Compress("fp8") | Disk(folder)
