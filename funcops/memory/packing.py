@@ -31,7 +31,7 @@ def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
         y, node = op.fwd(params, x, cfg, needs=needs)
         if node is not None:
             values = {name: (getattr(node, name), action) for name, action in actions}
-            node.set(**{name: _kept_as(name, value, action) for name, (value, action) in values.items() if value is not None})
+            node.set(**{name: to_place(name, value, action) for name, (value, action) in values.items() if value is not None})
         return y, node
 
     every = (*actions, *late)
@@ -44,7 +44,7 @@ def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
         dx, waiting = op.dgrad(node, dy, cfg)
         if isinstance(waiting, Saved):
             same = {n: f for n, f in forms.items() if n in waiting.fields and getattr(waiting, n) is plain.get(n, f)}
-            waits = {n: _kept_as(n, t, a) for n, a in late if (t := getattr(waiting, n)) is not None}
+            waits = {n: to_place(n, t, a) for n, a in late if (t := getattr(waiting, n)) is not None}
             let_go([form for n, form in same.items() if n not in plain])
             waiting = waiting.copy(**same, **waits)
         return dx, waiting
@@ -84,7 +84,8 @@ def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
     return wrap(op, (packed, (op, actions, late)), **(changes if op.recompute else changes | {"recompute": None}))
 
 
-def _kept_as(name: str, t: Any, action: Action) -> Any:
+def to_place(name: str, t: Any, action: Action) -> Any:
+    """`to_form` of a field; an error of a place has the field's name before it."""
     try:
         return to_form(t, action)
     except (OSError, TypeError, ValueError) as error:  # of a place: the chain around puts the path of the step before the name
@@ -92,7 +93,8 @@ def _kept_as(name: str, t: Any, action: Action) -> Any:
         raise
 
 
-def _read(name: str, form: Any) -> Any:
+def from_place(name: str, form: Any) -> Any:
+    """`from_form` of a field."""
     try:
         return from_form(form)
     except (OSError, TypeError, ValueError) as error:
@@ -110,5 +112,5 @@ def _opened(
         missed = isinstance(action, Drop) and node.fields[name].wanted(node.needs)
         require(not missed, where, f"{node.kind}.{name}", "kept, because this half of the backward reads it", "dropped (policy)")
     kept_as = {name: getattr(node, name) for name in read}
-    plain = {name: t if node.fields[name].blocks and in_blocks(t) else _read(name, t) for name, t in kept_as.items()}
+    plain = {name: t if node.fields[name].blocks and in_blocks(t) else from_place(name, t) for name, t in kept_as.items()}
     return node.copy(**plain), plain

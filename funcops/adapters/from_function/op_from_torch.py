@@ -35,8 +35,8 @@ from funcops.engine.contract.op import Op, config, dgrad_of, make_op, refuse_aut
 from funcops.engine.contract.rerun import note
 from funcops.engine.contract.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
 from funcops.engine.errors import check, describe, describe_tree, fail, join_path, require, require_callable, require_type
-from funcops.engine.residuals.forms import from_form, to_form
 from funcops.engine.trees import nothing_like, paths
+from funcops.memory.packing import from_place, to_place
 
 _autocast_enabled = torch._C._is_any_autocast_enabled
 
@@ -341,7 +341,7 @@ class Traces:
         values, captured = iter(found[count:]), own.graphs.captured
         given = own.graphs.leaves
         kept = {n: leaves[given[n]] if n in given else captured[n] if n in captured else next(values) for n in own.graphs.kept}
-        kept.update({n: to_form(kept[n], action) for n, action in own.graphs.actions.items()})
+        kept.update({n: to_place(n, kept[n], action) for n, action in own.graphs.actions.items()})
         node: Any = TorchResiduals
         residuals = node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
         if scopes.on and residuals is not None:
@@ -471,7 +471,7 @@ def _laid_out(where: str, what: str, graphs: Graphs, likes: dict[str, Like], val
         if n in graphs.actions and n not in idle:
             wanted = "kept, because this half of the backward reads it"
             require(t is not None, where, f"{what}.{n}", wanted, "dropped (policy)")
-            t = from_form(t)
+            t = from_place(n, t)
         found.append(t if n in idle or like.fits(t) else like.laid_out(where, f"{what}.{n}", t))
     return found
 
