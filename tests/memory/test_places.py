@@ -71,7 +71,7 @@ ONE = SoftcapConfig(1.0)
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder that must be as it was at the end."""
+    """A folder that must be unchanged at the end."""
     (tmp_path / "funcops-notes.txt").write_text("not ours")
     yield str(tmp_path)
     gc.collect()  # an error holds the frames that it passed
@@ -320,7 +320,7 @@ def test_a_folder_is_a_path(folder, monkeypatch):
 
 
 def alone(folder, script, *, code=0):
-    """What a process of its own prints."""
+    """Run a script in a process of its own. Returns its output."""
     head = f"""
         import os, signal, torch
         from funcops import Disk, Policy, SoftcapConfig, softcap, with_policy
