@@ -275,7 +275,7 @@ class Cutter:
         for node in self.order:
             if not later.isdisjoint(node.all_input_nodes):
                 later.add(node)
-        return [node for node in self.order if node.op == "call_function" and node.is_impure() and node not in later]
+        return [n for n in self.order if n not in later and (schema := of_schema(n)) is not None and not schema.returns]
 
     def _find_captured(self) -> dict[fx.Node, Tensor]:
         """The nodes of tensors that the function reads beside its arguments, one for each, and the tensors."""
