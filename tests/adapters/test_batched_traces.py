@@ -209,6 +209,7 @@ def test_stages_of_a_chain_and_a_policy(how):
     assert_close(got, summed(lean, params, waiting), dtype=torch.float64)
 
 
+@pytest.mark.turns("name", "how", every=4)
 @pytest.mark.parametrize("how", ["each", "concatenate"])
 @pytest.mark.parametrize("name", ["mlp", "conv"])
 def test_compiled(name, how):

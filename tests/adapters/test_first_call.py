@@ -92,7 +92,7 @@ def test_a_value_that_is_changed_later(read, turn):
     assert not wrong
 
 
-@pytest.mark.turns("first")
+@pytest.mark.turns("name", "first", every=6)
 @pytest.mark.parametrize("first", [0.0, 0.5])
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_draws(name, first):
@@ -105,6 +105,7 @@ def test_random_draws(name, first):
         assert_equal(module, other)
 
 
+@pytest.mark.turns("name", every=3)
 @pytest.mark.parametrize("name", ODD)
 def test_a_module_of_any_class(name):
     """In float32, and in float16 after that, on its own and behind a layer that is known."""

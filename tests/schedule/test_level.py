@@ -53,6 +53,7 @@ def even(peaks):
     return max(peaks) * len(peaks) / sum(peaks)
 
 
+@pytest.mark.turns("name", every=3)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_are_level_and_nothing_else_changes(name):
     """The peaks are counted in the run: storages that wait between actions. The simulation predicts each to the byte."""
