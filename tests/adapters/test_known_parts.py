@@ -191,7 +191,7 @@ def drawn(like):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")
-@pytest.mark.turns("formula", every=3)
+@pytest.mark.turns("formula", every=6)
 @pytest.mark.parametrize("formula", DRAWN, ids=[f"{i} {getattr(f.fn, '__name__', 'partial')}" for i, f in enumerate(DRAWN)])
 def test_each_formula_is_its_op_and_is_found(formula):
     torch.manual_seed(2)

@@ -152,6 +152,7 @@ def test_activations():
         assert [c.after for c in fnn.from_torch(python).left] == ["act must be the function of its class, got another function"]
 
 
+@pytest.mark.turns("name")
 @pytest.mark.parametrize("name", ["Gemma2", "T5 1.1", "ViT"])
 def test_copies_and_pickles(name):
     model = tiny(name).eval()

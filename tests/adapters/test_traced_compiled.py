@@ -75,6 +75,7 @@ def ones(y):
     return WithExtras(main, dict.fromkeys(y.extras)) if isinstance(y, WithExtras) else main
 
 
+@pytest.mark.turns("name", every=4)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_half_and_a_step(name, backend):
@@ -132,6 +133,7 @@ def changes():
     }
 
 
+@pytest.mark.turns("change", "known", every=4)
 @pytest.mark.parametrize("known", [True, False], ids=["after a call", "before one"])
 @pytest.mark.parametrize("change", [*[name for name in changes() if name != "dtype"], "a frozen parameter"])
 def test_a_change_of_the_module_is_compiled_anew(change, known):
@@ -190,6 +192,7 @@ def test_buffers_are_read_at_every_call():
     assert same(compiled(params, x, dy), step(params, x, dy)) and compiled.graphs == 2
 
 
+@pytest.mark.turns("dynamic")
 @pytest.mark.parametrize("dynamic", [None, True, False])
 def test_every_shape_is_compiled(dynamic):
     """A trace has fixed sizes, also where the compiler has symbols."""
