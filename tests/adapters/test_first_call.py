@@ -71,7 +71,7 @@ CASES = list(itertools.product(FORMS, COMPUTED, (False, True)))
 TURNS = 31  # prime to the numbers of the parts of a case, so that each turn has some of all; over the reads they cover all
 
 
-@pytest.mark.turns("read", every=4)
+@pytest.mark.turns("read", every=8)
 @pytest.mark.parametrize("turn", [0, *[pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, 4)]])
 @pytest.mark.parametrize("read", READS)
 def test_a_value_that_is_changed_later(read, turn):
