@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import nn as fnn
 from funcops import op_from_module
-from funcops.low_precision import Fp8Current
+from funcops.low_precision import Fp8Block, Fp8Current
 from tests.adapters.odd_modules import COMPUTED, DRAWS, FORMS, ODD, READS, counting, drawn
+from tests.adapters.test_bytes_alive import Storages
 from tests.adapters.tiny_models import UNKNOWN, batch_of, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:dropout1d", "ignore:alpha_dropout")
@@ -309,6 +311,52 @@ def test_what_from_torch_leaves_to_layers():
     assert "_whole" not in vars(model)
 
 
+class Headed(nn.Module):
+    """A block whose layers take a recipe, one that takes none, and a step between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}), ScaledLinear()
+
+    def forward(self, x):
+        return self.head(self.block["down"](torch.relu(self.block["up"](x))))
+
+
+class ScaledLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = copy.deepcopy(ODD["a little more"]), nn.Linear(32, 6)
+        self.norm.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        return self.out(self.norm(x))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the recipe first", "the recipe after a trace"])
+def test_layers_with_a_recipe_stay_layers_in_any_order_of_calls(first):
+    """As the docs have it: a call with a recipe but for the head, and one without; the codes of a step are read in that step."""
+    model, x = Headed(), torch.randn(16, 32)
+    layers = copy.deepcopy(model)
+    low = dict(recipe=Fp8Block(), skip="head")
+    if first:
+        fnn.from_torch(model, **low)
+    fnn.from_torch(model)
+    model(x).sum().backward()
+    if not first:
+        assert graphs(model) == {""}
+        fnn.from_torch(model, **low)
+    fnn.from_torch(layers, **low)
+    fnn.from_torch(layers, trace=False)
+    for _ in range(3):
+        for one in (model, layers):
+            fnn.quantize_weights(one)
+        assert torch.equal(model(x), layers(x))
+        with torch.no_grad():
+            for p in (*model.parameters(), *layers.parameters()):
+                p.mul_(0.9)
+    assert "head" in graphs(model) and "has a recipe" in str(model.forward.said)
+
+
 def test_a_second_call_and_an_example_after_it():
     model = Blocks()
     assert [c.after for c in fnn.from_torch(model).replaced if c.path == ""] == ["its joint graph"]
@@ -330,6 +378,18 @@ def test_copies_and_pickles():
     assert graphs(again) == {""}
 
 
+class Each(TorchDispatchMode):
+    """Calls a function before each operator."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.call(func)
+        return func(*args, **(kwargs or {}))
+
+
 class Stepping(nn.Module):
     """Counts where no attribute changes."""
 
@@ -349,6 +409,26 @@ def test_a_trace_runs_the_forward_and_later_calls_do_not():
     runs = next(model.count)
     model(x)
     assert 1 < runs <= 5 and next(model.count) == runs + 1  # the trace's, and one that counts torch's bytes
+
+
+def test_memory_falls_within_the_backward_of_a_graph():
+    """Unless the graph is retained, which a second backward reads."""
+    model, x, last = Blocks(), torch.randn(64, 6), {}
+    fnn.from_torch(model)
+    model(x).sum().backward()
+    for retain in (True, False):
+        model.zero_grad()
+        with Storages(model.parameters()) as noted:
+            y, alive = model(x).sum(), []
+            with Each(lambda func, a=alive, n=noted: a.append(n.alive()) if func is torch.ops.aten.mm.default else None):
+                y.backward(retain_graph=retain)
+        last[retain] = alive[-1]  # before the product of the first layer
+        if retain:
+            y.backward()
+        else:
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                y.backward()
+    assert last[False] < 0.6 * last[True], last
 
 
 def test_the_gradients_of_a_graph_come_together():

@@ -108,7 +108,7 @@ _under(
 _under(
     "torch._C._autograd.",
     "_get_current_graph_task_keep_graph",
-    "whether a backward retains its graph: no public name; test_whole runs both kinds",
+    "whether a backward retains its graph: no public name; test_first_call runs both kinds",
 )
 _under(
     "torch.ops.aten.",

@@ -228,7 +228,9 @@ class Whole:
         if self.lazy and _ddp._active_ddp_module is not None and any([isinstance(part, SEVERAL) for part in self.module.modules()]):
             raise _Untraced("DistributedDataParallel reduces gradients as its parts give them", False)
         if number != self.number:
-            self.untraced = next(filter(None, itertools.starmap(_why_not, self.module.named_modules())), "")
+            parts = list(self.module.named_modules())
+            whys = [why for path, part in parts if (why := _why_not(path, part) or (self.lazy and _is_set(path, part)))]
+            self.untraced = whys[0] if whys else ""
             self.number, self.bounds = number, {}
         if self.untraced or watched():
             raise _Untraced(self.untraced or f"hooks are set on all modules, {IN_A_TRACE}", False)
@@ -282,6 +284,12 @@ def _why_not(path: str, part: nn.Module) -> str:
         return f"its part {path!r} is recurrent, and torch runs all its steps at once"
     hooked = path and any([vars(part)[name] for name in HOOKS])  # the module's own hooks run around the graph
     return f"its part {path!r} has a hook, {IN_A_TRACE}" if hooked else ""
+
+
+def _is_set(path: str, part: nn.Module) -> str:
+    """Why a part runs as the layer that somebody has made of it; "" if nobody has."""
+    name = next((name for name in ("recipe", "policy") if isinstance(part, OpModule) and vars(part).get(name) is not None), "")
+    return f"its part {path!r} has a {name}, which is for layers" if name else ""
 
 
 def _cast(casts: Any) -> Any:
