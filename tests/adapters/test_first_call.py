@@ -334,7 +334,7 @@ class ScaledLinear(nn.Module):
 
 @pytest.mark.parametrize("first", [True, False], ids=["the recipe first", "the recipe after a trace"])
 def test_layers_with_a_recipe_stay_layers_in_any_order_of_calls(first):
-    """As the docs have it: a call with a recipe but for the head, and one without; the codes of a step are read in that step."""
+    """The docs set a recipe by one call, and leave the head out by a second one. Each step reads its own codes."""
     model, x = Headed(), torch.randn(16, 32)
     layers = copy.deepcopy(model)
     low = dict(recipe=Fp8Block(), skip="head")
