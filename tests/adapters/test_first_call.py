@@ -73,7 +73,7 @@ CASES = list(itertools.product(FORMS, COMPUTED, (False, True)))
 TURNS = 31  # prime to the numbers of the parts of a case, so that each turn has some of all; over the reads they cover all
 
 
-@pytest.mark.turns("read", every=8)
+@pytest.mark.turns("read", every=13)
 @pytest.mark.parametrize("turn", [0, *[pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, 4)]])
 @pytest.mark.parametrize("read", READS)
 def test_a_value_that_is_changed_later(read, turn):
@@ -94,7 +94,7 @@ def test_a_value_that_is_changed_later(read, turn):
     assert not wrong
 
 
-@pytest.mark.turns("name", "first", every=6)
+@pytest.mark.turns("name", "first", every=13)
 @pytest.mark.parametrize("first", [0.0, 0.5])
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_draws(name, first):
@@ -107,7 +107,7 @@ def test_random_draws(name, first):
         assert_equal(module, other)
 
 
-@pytest.mark.turns("name", every=3)
+@pytest.mark.turns("name", every=8)
 @pytest.mark.parametrize("name", ODD)
 def test_a_module_of_any_class(name):
     """In float32, and in float16 after that, on its own and behind a layer that is known."""
@@ -146,6 +146,7 @@ def test_a_forward_that_prints(capsys):
 MOST = ("Exaone4", "Cohere", "Glm4", "Olmo3", "SeedOss")
 
 
+@pytest.mark.turns("name")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in MOST else pytest.mark.slow) for name in UNKNOWN])
 def test_models_without_a_row(name):
     """Loss and gradients are Hugging Face's in float64, norms in float32 aside."""

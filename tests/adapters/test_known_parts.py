@@ -152,6 +152,7 @@ PROJECTS = {
 }
 
 
+@pytest.mark.turns("name", "dtype", every=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PROJECTS)
 def test_parts_as_other_projects_write_them(name, dtype):
@@ -191,7 +192,7 @@ def drawn(like):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")
-@pytest.mark.turns("formula", every=6)
+@pytest.mark.turns("formula", every=12)
 @pytest.mark.parametrize("formula", DRAWN, ids=[f"{i} {getattr(f.fn, '__name__', 'partial')}" for i, f in enumerate(DRAWN)])
 def test_each_formula_is_its_op_and_is_found(formula):
     torch.manual_seed(2)

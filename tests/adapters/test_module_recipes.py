@@ -38,7 +38,7 @@ def mlp(dtype=torch.float32):
 RECIPES = [Fp8Current(), Fp8Block(), Fp8Block(keep="input", wgrad="high"), MXFP8(), NVFP4(stochastic=False)]
 
 
-@pytest.mark.turns("recipe", "dtype", "choice", every=4)
+@pytest.mark.turns("recipe", "dtype", "choice", every=10)
 @pytest.mark.parametrize("choice", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{type(recipe).__name__} {recipe.keep}")

@@ -75,7 +75,7 @@ def ones(y):
     return WithExtras(main, dict.fromkeys(y.extras)) if isinstance(y, WithExtras) else main
 
 
-@pytest.mark.turns("name", every=4)
+@pytest.mark.turns("name", every=8)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_half_and_a_step(name, backend):
@@ -133,7 +133,7 @@ def changes():
     }
 
 
-@pytest.mark.turns("change", "known", every=4)
+@pytest.mark.turns("change", "known", every=8)
 @pytest.mark.parametrize("known", [True, False], ids=["after a call", "before one"])
 @pytest.mark.parametrize("change", [*[name for name in changes() if name != "dtype"], "a frozen parameter"])
 def test_a_change_of_the_module_is_compiled_anew(change, known):
@@ -380,6 +380,7 @@ def test_rules_by_module_path():
     assert compiled.graphs == 2 * len(ops)
 
 
+@pytest.mark.turns("policy")
 @pytest.mark.parametrize("policy", RULES)
 def test_rules_by_module_path_below_the_step_of_a_chain(policy):
     op, params = op_from_module(*made("mlp"))

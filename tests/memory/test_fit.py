@@ -251,6 +251,7 @@ def layered():
     }
 
 
+@pytest.mark.turns("name")
 @pytest.mark.parametrize("name", layered())
 def test_a_budget_is_the_bytes_of_a_report(name):
     """Under drawn budgets the pick keeps what a report says, within the budget, and no policy that fits recomputes less."""

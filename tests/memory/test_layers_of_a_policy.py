@@ -212,6 +212,7 @@ def report_of_shapes(op, params, x, cfg, needs):
         return report(op.fwd(*shapes, cfg, needs=needs)[1], *shapes)
 
 
+@pytest.mark.turns("name", every=4)
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 12), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_drawn_rules_for_layers_leave_the_bits_alone(name, seeds, device):

@@ -140,6 +140,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.turns("name", every=4)
 @pytest.mark.parametrize("name", bodies())
 def test_residuals_of_compositions_under_policies(name):
     rng, found = pyrandom.Random(name), 0

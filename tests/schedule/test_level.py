@@ -53,7 +53,7 @@ def even(peaks):
     return max(peaks) * len(peaks) / sum(peaks)
 
 
-@pytest.mark.turns("name", every=3)
+@pytest.mark.turns("name")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_are_level_and_nothing_else_changes(name):
     """The peaks are counted in the run: storages that wait between actions. The simulation predicts each to the byte."""
@@ -122,6 +122,7 @@ def test_what_the_plan_saves_is_not_allocated(monkeypatch):
     assert most[1] < 0.6 * most[0]
 
 
+@pytest.mark.turns("name")
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_v"])
 def test_pipeline_runs_the_plan(name):
     """Four ranks, each a thread: the bytes and the bits of one process."""
