@@ -63,8 +63,12 @@ class Like(NamedTuple):
 
     def fits(self, t: Any) -> bool:
         """Whether t is a plain tensor of this layout: a quick look."""
-        right = type(t) is Tensor and t.dtype is self.dtype and t.shape == self.shape and t.stride() == self.stride
-        return right and not torch.compiler.is_dynamo_compiling() and not (t.is_neg() or t.is_conj())  # which it cannot trace
+        return not torch.compiler.is_dynamo_compiling() and self.matches(t)
+
+    def matches(self, t: Any) -> bool:
+        """`fits`, outside a compiler, which cannot trace the last two."""
+        right = type(t) is Tensor and t.dtype is self.dtype and t.stride() == self.stride and t.shape == self.shape
+        return right and not t.is_neg() and not t.is_conj()
 
     def fits_strides(self, t: Tensor) -> bool:
         if not torch.compiler.is_dynamo_compiling():
@@ -474,6 +478,11 @@ def _without_writes(traced: fx.GraphModule, given: list[Tensor]) -> fx.GraphModu
         with made.graph.inserting_before(node):
             constant = made.graph.get_attr(f"_lifted_{i}")
         constant.meta = node.meta
+        for copy in [user for user in node.users if operator_name(user) == "clone"]:
+            counts = [*copy.users]  # as a batch norm's, which is made anew and given back: no backward reads it
+            only = len(counts) == 1 and [*counts[0].users] == [made.graph.output_node()]
+            if only and not writes(counts[0]) and not is_view(counts[0]):
+                copy.replace_all_uses_with(constant)
         node.replace_all_uses_with(constant)
         made.graph.erase_node(node)
     return made

@@ -368,7 +368,7 @@ class ReadByModule:
         )
 
     def _same(self) -> bool:
-        if list(map(len, self.sized)) != self.sizes or not all(map(operator.is_, self._now(), self.live)):
+        if any(self.empty) or list(map(len, self.sized)) != self.sizes or not all(map(operator.is_, self._now(), self.live)):
             return False
         return all([bits_of(one) == before for one, before in self.walk.arrays])
 
@@ -383,7 +383,9 @@ class ReadByModule:
         self.variables: tuple[list[Any], list[str]] = [one for one, _ in for_dicts], [name for _, name in for_dicts]
         self.of_classes: tuple[list[Any], list[str]] = [one for one, _ in for_classes], [name for _, name in for_classes]
         hiding = [vars(one) for one in walk.classes if one is Tensor or not one.__module__.startswith("torch.")]
-        self.sized = [*walk.sized, *hiding]  # a new attribute of a class hides its base's
+        sized = [*walk.sized, *hiding]  # a new attribute of a class hides its base's
+        # most are dicts of hooks without one, of which a call asks only whether they still have none
+        self.empty, self.sized = [one for one in sized if not one], [one for one in sized if one]
         self.views = [one for one in walk.views if one]
         self.sizes, self.live = list(map(len, self.sized)), list(self._now())
         found = [(join_path(path, name), one) for path, held in walk.whole for name, one in held.items()]

@@ -74,6 +74,10 @@ class Traced:
 
     def asking(self, needs: Needs) -> Traced:
         """The same trace, which has the gradients of all leaves, cut for fewer of them."""
+        found: Traced = self.other("_asking", needs)  # noted by the masks: the paths of all leaves cost a call more than its graph
+        return found
+
+    def _asking(self, needs: Needs) -> Traced:
         asked = asked_of(self.params_shape, self.x_shape, [like for like, _ in self.leaves], self.params, needs, self.fixed)
         return self.cut(asked, None)
 
