@@ -9,7 +9,8 @@ fault is likelier. Either half makes parts that take as long, of which the seed 
 and a test of a minute has its turn as often as one of a second.
 
 `python tests/helpers/drawn_part.py REPORT...` writes the table from reports of pytest (`--junitxml`). Of a function it has the mean
-of its cases, if that is at least as much as a test takes that it does not have; functions that no report has keep their row.
+of its cases, if that is at least as much as a test takes that it does not have, or if its cases together take a second; functions
+that no report has keep their row.
 """
 
 import csv
@@ -25,6 +26,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).resolve().with_name("durations.csv")
 CHEAP = 0.2  # seconds of a test whose function the table does not have
+MANY = 1.0  # seconds of all cases of a function, each cheap, that the table has all the same
 
 
 def pytest_addoption(parser):
@@ -128,11 +130,14 @@ def main(reports, table=TABLE):
     for report in reports:
         for function, seconds in seconds_of(report).items():
             cases.setdefault(function, []).extend(seconds)
-    found |= {function: sum(seconds) / len(seconds) for function, seconds in cases.items()}
+    for function, seconds in cases.items():
+        found.pop(function, None)
+        if (mean := sum(seconds) / len(seconds)) >= CHEAP or sum(seconds) >= MANY:
+            found[function] = mean
     with open(table, "w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["function", "seconds"])
-        rows.writerows([function, f"{seconds:.1f}"] for function, seconds in sorted(found.items()) if seconds >= CHEAP)
+        rows.writerows([function, f"{seconds:.2g}"] for function, seconds in sorted(found.items()))
 
 
 if __name__ == "__main__":

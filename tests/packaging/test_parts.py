@@ -10,6 +10,7 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a.test_b" name="test_c[1]" time="1.0"/><testcase classname="tests.a.test_b" name="test_c[2]" time="4.0"/>
 <testcase classname="tests.a.test_b" name="test_d" time="0.1"/>
 <testcase classname="tests.a.test_b" name="test_e" time="9.0"><skipped/></testcase>
+MANY
 </testsuite></testsuites>"""
 
 
@@ -76,10 +77,12 @@ def test_what_changed_lately_is_read_from_history():
 
 def test_a_table_is_made_of_reports_and_keeps_what_they_lack(tmp_path):
     report, table = tmp_path / "report.xml", tmp_path / "durations.csv"
-    report.write_text(REPORT)
+    many = [f'<testcase classname="tests.a.test_b" name="test_g[{i}]" time="0.02"/>' for i in range(100)]
+    report.write_text(REPORT.replace("MANY", "\n".join(many)))
     table.write_text("function,seconds\ntests/a/test_b.py::test_c,7.0\ntests/a/test_b.py::test_f,3.0\n")
     drawn_part.main([report], table)
-    assert drawn_part.durations(table) == {"tests/a/test_b.py::test_c": 2.5, "tests/a/test_b.py::test_f": 3.0}
+    file = "tests/a/test_b.py::test_"
+    assert drawn_part.durations(table) == {f"{file}c": 2.5, f"{file}f": 3.0, f"{file}g": 0.02}
 
 
 def test_the_table_knows_tests_that_exist():
