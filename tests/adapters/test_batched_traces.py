@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from own_models import CFG, MODELS, draw
 from products import Products
 from test_models_as_ops import model_of, result
-from test_op_from_module import CFG, MODELS, draw
 from test_traced_compiled import Compiled, same
 from torch import nn
 

@@ -4,8 +4,8 @@ import weakref
 
 import pytest
 import torch
+from own_models import CFG, Language, draw
 from test_batched_traces import ones
-from test_op_from_module import CFG, Language, draw
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

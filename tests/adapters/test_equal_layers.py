@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from test_op_from_module import CFG, Block, called, draw, plain, trained
+from own_models import CFG, Block, called, draw, plain, trained
 from torch import nn
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 

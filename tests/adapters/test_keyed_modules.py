@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from own_models import CFG, draw
 from test_equal_layers import Layer, Stack
-from test_op_from_module import CFG, draw
 from torch import nn
 
 from funcops import Policy, Recompute, WithExtras, op_from_module, random, remat, report, with_policy

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from test_op_from_module import CFG, MODELS, draw, made
+from own_models import CFG, MODELS, draw, made
 from torch import nn
 from torch.nn.modules import module as hooks
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_op_from_module import CFG, MODELS
+from own_models import CFG, MODELS
 
 from funcops import WithExtras, op_from_module
 from funcops.engine.trees import tree_map_tensors

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from own_models import CFG, Block, draw, made
 from products import Products
-from test_op_from_module import CFG, Block, draw, made
 from torch import nn
 
 from benchmarks.memory import peak_of

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
+from own_models import CFG, draw, made
 from test_batched_traces import ones
-from test_op_from_module import CFG, draw, made
 from test_traced_compiled import Compiled, same
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,34 +10,18 @@ import optree
 import pytest
 import torch
 from cut_models import FOUR, M
+from own_models import CFG, Twice, draw
 from products import Products
 from torch import nn
 
-from funcops import (
-    Needs,
-    Policy,
-    Recompute,
-    TorchConfig,
-    WithExtras,
-    chain,
-    differentiable,
-    remat,
-    report,
-    stages_from_module,
-    with_policy,
-)
+from funcops import Needs, Policy, Recompute, WithExtras, chain, differentiable, remat, report, stages_from_module, with_policy
 from funcops.adapters.flatten import unflatten
 from funcops.adapters.pipelining.boundaries import Boundaries
 from funcops.engine.trees import tensors
 from funcops.schedule import run
 
 ROOT = Path(__file__).parents[2]
-CFG = TorchConfig()
 LAYERS = ["layers.1", "layers.2", "layers.3"]
-
-
-def draw(*shape, seed=1):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 NO_X = Needs(x=False, params=True)
@@ -51,19 +35,6 @@ def total(dparams):
             if dparam is not None:
                 found[name] = found[name] + dparam if name in found else dparam
     return found
-
-
-class Twice(torch.autograd.Function):
-    """A backward that is not the forward's: a trace must follow it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return 5 * dy * ctx.saved_tensors[0]
 
 
 class Early(nn.Module):

@@ -1,9 +1,9 @@
 """Ops of a module or a function under `torch.compile(fullgraph=True)`: the same bits, also after a change of the module."""
 
+import own_models
 import pytest
-import test_op_from_module
 import torch
-from test_op_from_module import CFG, MODELS, Mlp, Scales, draw, made
+from own_models import CFG, MODELS, Mlp, Scales, draw, made
 from torch import nn
 
 from funcops import (
@@ -128,7 +128,7 @@ def changes():
         "mode": lambda m: m.eval(),
         "a part": lambda m: replaced(m),
         "a hook": lambda m: hooked(m),
-        "a global": lambda m: setattr(test_op_from_module, "SCALE", 7.0),
+        "a global": lambda m: setattr(own_models, "SCALE", 7.0),
         "dtype": lambda m: None,
     }
 
@@ -156,7 +156,7 @@ def test_a_change_of_the_module_is_compiled_anew(change, known):
         compiled(params, x, dy)
         assert compiled.graphs < 3
     finally:
-        test_op_from_module.SCALE = 2.0
+        own_models.SCALE = 2.0
 
 
 class Holder(nn.Module):

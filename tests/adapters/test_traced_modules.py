@@ -7,18 +7,14 @@ import weakref
 
 import pytest
 import torch
+from own_models import CFG, draw
 from products import Products
 from torch import nn
 
-from funcops import Needs, TorchConfig, differentiable, op_from_module
+from funcops import Needs, differentiable, op_from_module
 from funcops import nn as fnn
 
-CFG = TorchConfig()
 gain, calls = 1.0, []  # the names of attributes below
-
-
-def draw(*shape, seed=1):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Outputs(nn.Module):

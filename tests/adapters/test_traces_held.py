@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from test_op_from_module import CFG, Mlp, draw
+from own_models import CFG, Mlp, draw
 from test_traced_compiled import same
 from torch import nn
 

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from test_op_from_module import CFG, Block, Convolved, Mlp, draw
+from own_models import CFG, Block, Convolved, Mlp, draw
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
