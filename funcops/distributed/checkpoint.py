@@ -69,6 +69,9 @@ class _LeafShards(NamedTuple):
     boxes: tuple[Box, ...]
     digest: int
 
+    def kind(self) -> str:
+        return f"{'no tensor' if self.dtype is None else f'{short(self.dtype)}{list(self.shape)}'} by {self.spec}"
+
 
 def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> None:
     """Write every tensor of a tree, of which this rank has its part, to the folder `path`, completely or not at all: to a folder
@@ -507,18 +510,13 @@ def _check_alike(said: Sequence[Mapping[str, _LeafShards]], mesh: Mesh) -> None:
             other, known = wholes.setdefault(name, (rank, one))
             if known[:3] != one[:3]:
                 wanted = f"of one shape and dtype, with one spec, on ranks {other} and {rank}"
-                fail("save", name, wanted, f"{_of(known)} and {_of(one)}", CheckpointError)
+                fail("save", name, wanted, f"{known.kind()} and {one.kind()}", CheckpointError)
             *place, stage = _coordinates(rank, one.spec, mesh)[0]
             other, known, of = parts.setdefault((name, *place), (rank, one, stage))
             if known.digest != one.digest:
                 otherwise = "sharded by an axis in its spec" if stage == of else f"of another path on each stage of {PIPELINE}"
                 wanted = f"the same on ranks {other} and {rank}, or {otherwise}"
                 fail("save", name, wanted, f"other values (its spec is {one.spec})", CheckpointError)
-
-
-def _of(leaf: _LeafShards) -> str:
-    kind = "no tensor" if leaf.dtype is None else f"{short(leaf.dtype)}{list(leaf.shape)}"
-    return f"{kind} by {leaf.spec}"
 
 
 def _plans(said: Sequence[Mapping[str, _LeafShards]], mesh: Mesh, folder: Path) -> tuple[Any, list[Any], Any]:

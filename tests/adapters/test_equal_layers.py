@@ -5,6 +5,8 @@ import sys
 import pytest
 import torch
 from own_models import CFG, Block, called, draw, plain, trained
+from test_whole import Answer, assert_steps, by_loss
+from test_whole import made as whole
 from torch import nn
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
@@ -331,3 +333,24 @@ def test_the_elements_of_a_tuple_do_not_hold_each_other():
     for i, node in enumerate(order):
         elements = [user for user in node.users if user.target is layers.operator.getitem]
         assert set(order[i + 1 : i + 1 + len(elements)]) == set(elements)
+
+
+class Deep(nn.Module):
+    """Equal layers, which are traced once; a result that has a gradient beside one without."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.GELU()) for _ in range(3))
+
+    def forward(self, x):
+        hidden = [x]
+        for layer in self.layers:
+            hidden.append(layer(hidden[-1]))
+        return Answer(hidden[-1].sum(), [hidden[1], hidden[2].detach()])
+
+
+def test_equal_layers_of_a_whole_model():
+    plain, ours = whole(Deep)
+    for loss in (by_loss, lambda found: found.rest[0].sum()):
+        got, want = assert_steps(plain, ours, lambda m: m(draw(5, 6)), loss)
+        assert [t.requires_grad for t in got.rest] == [t.requires_grad for t in want.rest] == [True, False]

@@ -588,24 +588,3 @@ def test_a_warning_names_the_line_of_the_call():
         warnings.simplefilter("always")
         ours(draw(5, 6))
     assert [one.filename for one in said] == [__file__]
-
-
-class Deep(nn.Module):
-    """Equal layers, which are traced once; a result that has a gradient beside one without."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.GELU()) for _ in range(3))
-
-    def forward(self, x):
-        hidden = [x]
-        for layer in self.layers:
-            hidden.append(layer(hidden[-1]))
-        return Answer(hidden[-1].sum(), [hidden[1], hidden[2].detach()])
-
-
-def test_equal_layers():
-    plain, ours = made(Deep)
-    for loss in (by_loss, lambda found: found.rest[0].sum()):
-        got, want = assert_steps(plain, ours, lambda m: m(draw(5, 6)), loss)
-        assert [t.requires_grad for t in got.rest] == [t.requires_grad for t in want.rest] == [True, False]
