@@ -22,7 +22,7 @@ LONG = {  # files of tests that compile or start processes: they come first, so 
     "test_smoke.py",
     "test_notebooks.py",
 }
-SECONDS_OF_A_FUNCTION = 1.5  # that its cases have in the first tier, by the table of durations
+SECONDS_OF_A_FUNCTION = 1.2  # that its cases have in the first tier, by the table of durations
 gc.disable()  # until all tests are collected: the modules and thousands of tests live to the end
 ROOT = Path(__file__).parents[1]
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)

@@ -286,6 +286,7 @@ def test_a_checkpoint_holds_what_is_left(tmp_path):
 
 OTHER = """
 import pickle, sys, torch
+torch.set_num_threads(1)  # a sum over rows has other bits on more threads
 from funcops import RepeatConfig, SkipConfig, chain, random, repeat, skip, with_params
 from funcops.models.blocks import mlp_config
 small, y = pickle.load(open(sys.argv[1], "rb"))
