@@ -1,8 +1,11 @@
 """graphed: the whole training step, its checks, and borrowed outputs."""
 
+import collections
 import copy
+import dataclasses
 import gc
 import pickle
+import types
 
 import pytest
 import torch
@@ -107,6 +110,25 @@ def test_values_other_than_tensors_are_baked_in():
         captured(torch.ones(3), 3.0, True)
     with pytest.raises(ValueError, match="input 2 must be True"):
         captured(torch.ones(3), 2.0, 1)
+
+
+class Result(collections.OrderedDict):
+    """A dict that only its own class knows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    number: int = 3
+
+
+@pytest.mark.parametrize("value", [Result(y=torch.ones(2)), {1, 2}, torch.nn.Linear(2, 2), types.SimpleNamespace()], ids=type)
+def test_a_result_that_may_change_is_refused(value):
+    """Each replay would give the one of the capture, whose tensors the next replay writes."""
+    with pytest.raises(TypeError, match=rf"output.odd must be a tensor, or a value that cannot change, .*{type(value).__name__}"):
+        graphed(lambda x: {"y": x * 2, "odd": value}, torch.ones(2))
+    for right in (3, "a", torch.float32, Fixed(), torch.relu, Fixed, None, torch.device("cpu")):
+        found = graphed(lambda x, right=right: {"y": x * 2, "right": right}, torch.ones(2))(torch.ones(2))
+        assert found["right"] == right and torch.equal(found["y"], torch.full((2,), 2.0))
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("-inf"), complex(0, -0.0)], ids=str)

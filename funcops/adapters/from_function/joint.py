@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from funcops.engine.errors import describe, fail
+from funcops.engine.residuals.forms import Layout
 
 _OFF = {"p": 0, "dropout": 0, "dropout_p": 0, "train": False, "training": False}  # with such an argument nothing is drawn
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -44,12 +45,7 @@ class Like(NamedTuple):
         return self if self.is_dense() else self._replace(stride=torch.empty(self.shape, device="meta").stride())
 
     def is_dense(self) -> bool:
-        step = 1
-        for stride, n in sorted((stride, n) for stride, n in zip(self.stride, self.shape, strict=True) if n != 1):
-            if stride != step:
-                return False
-            step *= n
-        return True
+        return Layout(self.shape, self.stride, 0).dense
 
     def extent(self) -> int:
         """The elements from the first to the last in memory."""

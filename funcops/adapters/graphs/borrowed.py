@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from funcops.adapters.graphs.lease import SHARED, Lease
 from funcops.adapters.graphs.statics import refuse_in_flight
-from funcops.engine.errors import BorrowedError, fail
+from funcops.engine.errors import BorrowedError, describe, fail, join_path
 from funcops.engine.trees import nbytes, paths, structure, unflatten, with_leaves
 
 POLICIES = ("clone", "borrow")
@@ -74,9 +75,15 @@ def _lent(value: Any, lent: dict[int, Any]) -> Any:
     return value if of is None else Borrowed.over(value, *of)
 
 
+def _may_change(value: Any) -> bool:
+    """Whether a value is compared by its identity and has attributes, or cannot be hashed, as a dict of a class of its own."""
+    kind = type(value).__hash__
+    return kind is None or (kind is object.__hash__ and hasattr(value, "__dict__") and not isinstance(value, (type, FunctionType)))
+
+
 class Outputs:
     """The results of a captured function. A result that is a donated input, written in place, is returned as the caller's own
-    tensor; values other than tensors are returned unchanged."""
+    tensor; other values are returned as they were captured. Raises `TypeError` for an object that may hold tensors or change."""
 
     def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool, lease: Lease) -> None:
         if policy not in POLICIES:
@@ -84,6 +91,10 @@ class Outputs:
         refuse_in_flight(where, "output", tree)
         self.policy, self.debug, self.lease = policy, debug, lease
         inputs = {id(t): i for i, t in enumerate(statics) if isinstance(t, Tensor)}
+        for path, value in paths(tree).items():
+            if not isinstance(value, Tensor) and _may_change(value):
+                wanted = "a tensor, or a value that cannot change, as each replay gives the captured one"
+                fail(where, join_path("output", path), wanted, f"{describe(value)}: return its tensors", TypeError)
         self.leaves = list(paths(tree).items())  # kept alive, so that their memory does not return to the pool
         self.same_as = [inputs.get(id(t)) for _, t in self.leaves]
         # of tensors that are gone, so that residuals are as fresh as at capture, whatever was written to its buffers since
