@@ -96,13 +96,15 @@ def open_into(where: str, params: Any, grads: Any, into: Any) -> list[Tensor]:
     right = all([isinstance(w, Tensor) and w.shape == p.shape and w.device == p.device for p, w in kept])
     found = paths(into)
     written = {path: found[path] for path, g in paths(grads).items() if g is not None}
-    if not right or not all([_fits(w.dtype, p.dtype) and w is not p for p, w in kept]):
+    if not right or not all([_fits(w.dtype, p.dtype) for p, w in kept]):
         of_params = paths(params)
         for path, w in written.items():
             p = of_params[path]
             check(where, join_path("into", path), w, tuple(p.shape), tuple(d for d in FLOATS if _fits(d, p.dtype)), p)
-            require(w is not p, where, join_path("into", path), "another tensor than the param", "the param itself")
-    check_apart(where, {path: w for path, w in written.items() if _has_memory(w)}, "into")  # it would get two params
+    read = paths({"params": params, "grads": grads}) if written else {}
+    read = {path: t for path, t in read.items() if t is not None and _has_memory(t)}
+    # a write would go to two params, or change a param or a gradient that the caller keeps
+    check_apart(where, {path: w for path, w in written.items() if _has_memory(w)}, reads=read)
     return [w for _, w in kept]
 
 

@@ -76,22 +76,25 @@ def check_width(where: str, path: str, accumulator: Tensor, dtype: torch.dtype) 
         fail(where, join_path("into", path), f"{dtype} or a wider float dtype", have, TypeError)
 
 
-def check_apart(where: str, accumulators: dict[str, Tensor], name: str = "into") -> None:
-    """Raise if two of them share memory, which would get the gradients, or updates, of both."""
+def check_apart(where: str, accumulators: dict[str, Tensor], name: str = "into", reads: dict[str, Tensor] | None = None) -> None:
+    """Raise if two of them share memory, which would get the gradients, or updates, of both; or if one shares that of a tensor
+    which the call reads (`reads`, by its whole path)."""
     # a traced tensor has no address that could be compared
-    if len(accumulators) < 2 or tracing():
+    if len(accumulators) + len(reads or {}) < 2 or tracing():
         return
+    every = {f"{name}.{path}": t for path, t in accumulators.items()}
+    written = {*every}
     # in the order of addresses each is compared only with earlier ones that reach as far; an empty tensor shares nothing
-    spans = sorted(
-        [(t.data_ptr(), t.data_ptr() + _reach(t) * t.element_size(), path) for path, t in accumulators.items() if t.numel()]
-    )
+    every |= reads or {}
+    spans = sorted([(t.data_ptr(), t.data_ptr() + _reach(t) * t.element_size(), path) for path, t in every.items() if t.numel()])
     held: list[tuple[int, str]] = []  # what reaches as far as the next one
     for start, stop, path in spans:
         held = [one for one in held if one[0] > start]
         for _, other in held:
             # every tensor on the meta device has the address 0, and no memory
-            if start and _share(accumulators[other], accumulators[path]):
-                fail(where, f"{name}.{path}", "a tensor of its own", f"memory of {name}.{other}")
+            if start and (path in written or other in written) and _share(every[other], every[path]):
+                mine, theirs = (path, other) if path in written else (other, path)
+                fail(where, mine, "a tensor of its own", f"memory of {theirs}")
         held.append((stop, path))
 
 
