@@ -147,14 +147,9 @@ def layer_wide(x: Tensor, w: Tensor, b: Tensor | None = None, *, eps: float) -> 
     return F.layer_norm(x.float(), w.shape, w.float(), None if b is None else b.float(), eps).to(x.dtype)
 
 
-def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
-    d = x - x.mean(-1, keepdim=True)
-    return d, d.pow(2).mean(-1, keepdim=True)
-
-
 def layer_quotient(x: Tensor, w: Tensor, b: Tensor | None = None, *, eps: float) -> Tensor:
-    d, v = _centred(x)
-    n = w * (d / torch.sqrt(v + eps))
+    d = x - x.mean(-1, keepdim=True)
+    n = w * (d / torch.sqrt(d.pow(2).mean(-1, keepdim=True) + eps))
     return n if b is None else n + b
 
 
