@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from benchmarks.measure import Row
-from benchmarks.plain import PlainBlock
+from benchmarks.plain import PlainBlock, as_on_a_gpu
 from benchmarks.residuals import sixteenth
 from funcops import Compress, Disk, Offload, Policy, RepeatConfig, WithExtras, chain, donate, random, repeat, report, with_policy
 from funcops.engine.contract.needs import Needs
@@ -141,6 +141,8 @@ def _measure(batch: int, dtype: torch.dtype) -> list[Row]:
 
     case, grads = f"{LAYERS} llama blocks, {batch * LENGTH} tokens, {short(dtype)}", sum(p.nbytes for p in module.parameters())
     peaks = {"funcops": peak_of(ours), "autograd": peak_of(autograd)}
+    as_on_a_gpu(module)
+    peaks["autograd, norms as on a GPU"] = peak_of(autograd)
     rows = [Row("memory", case, name, "peak live", peak / 2**20, "MiB") for name, peak in peaks.items()]
     rows += [Row("memory", case, name, "net of gradients", (peak - grads) / 2**20, "MiB") for name, peak in peaks.items()]
     gross, net = peaks["funcops"] / peaks["autograd"], (peaks["funcops"] - grads) / (peaks["autograd"] - grads)

@@ -5,19 +5,60 @@ It shares no code with funcops. B rows, T positions, D width, H heads of size K 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class FusedRMSNorm(torch.autograd.Function):
+    """`F.rms_norm` as torch's kernel for a GPU (`_fused_rms_norm`) keeps it: x, the weight and each row's 1 / rms in float32. On a
+    CPU torch runs it in steps, whose values in float32 it keeps, too."""
+
+    ROWS = 256  # at once: the kernel makes no tensor in float32
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: tuple[int], weight: Tensor, eps: float) -> Tensor:
+        y, rstd = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        for rows, own, out in zip(*FusedRMSNorm.split(x, rstd, y), strict=True):
+            wide = rows.float()
+            own.copy_(wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
+            out.copy_((wide * own).mul_(weight))
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor, None]:  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        for rows, own, given, out in zip(*FusedRMSNorm.split(x, rstd, dy, dx), strict=True):
+            n, dn = rows.float() * own, given.float() * weight
+            dw += (given.float() * n).sum(0)
+            out.copy_(own * (dn - n * (dn * n).mean(-1, keepdim=True)))
+        return dx, None, dw.to(weight.dtype), None
+
+    @staticmethod
+    def split(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+        return [t.view(-1, t.shape[-1]).split(FusedRMSNorm.ROWS) for t in tensors]
+
+
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float = 1e-5):
         super().__init__()
-        self.dim, self.eps = (dim,), eps
+        self.dim, self.eps, self.run = (dim,), eps, F.rms_norm
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.dim, self.weight, self.eps)
+        return self.run(x, self.dim, self.weight, self.eps)
+
+
+def as_on_a_gpu(module: nn.Module) -> nn.Module:
+    """The module, whose RMS norms keep what they do on a GPU."""
+    for part in module.modules():
+        if isinstance(part, RMSNorm):
+            part.run = FusedRMSNorm.apply
+    return module
 
 
 def rope_tables(context: int, size: int, theta: float) -> tuple[Tensor, Tensor]:

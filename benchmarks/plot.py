@@ -45,8 +45,10 @@ def draw(path: str, rows: Sequence[Any]) -> None:
 
 BLOCKS = {"llama block": "Llama block", "gpt-2 block": "GPT-2 block", "frozen llama block, LoRA": "frozen Llama block, LoRA"}
 KEPT = {  # provider: its name and colour
-    "autograd": ("PyTorch's autograd", "#9a9a9a"),
-    "autograd, peft": ("PyTorch's autograd", "#9a9a9a"),
+    "autograd": ("PyTorch on a CPU", "#c4c4c4"),
+    "autograd, peft": ("PyTorch on a CPU", "#c4c4c4"),
+    "autograd, norms as on a GPU": ("PyTorch on a GPU", "#8a8a8a"),
+    "autograd, peft, norms as on a GPU": ("PyTorch on a GPU", "#8a8a8a"),
     "funcops": ("funcops", "#3b7dd8"),
     "funcops, compress_fp8": ("funcops, kept in 8 bits", "#8fb8ec"),
 }
@@ -63,7 +65,7 @@ def draw_kept(path: str, rows: Sequence[Any]) -> None:
 
     found = {(row.case, row.provider): row.value for row in rows if row.metric == "kept"}
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "funcops", "font.size": 10}):
-        figure = Figure(figsize=(7.6, 3.2), layout="constrained")
+        figure = Figure(figsize=(7.6, 3.6), layout="constrained")
         axes, place, ticks = figure.add_subplot(), 0.0, []
         named: dict[str, Any] = {}
         for case in BLOCKS:

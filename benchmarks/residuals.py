@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import Row
-from benchmarks.plain import PlainBlock, PlainGPT2Block
+from benchmarks.plain import PlainBlock, PlainGPT2Block, as_on_a_gpu
 from benchmarks.plot import draw_kept
 from funcops import Compress, ExpertsConfig, Policy, Recompute, RopeConfig, WithExtras, chain, experts, random, report, with_policy
 from funcops.engine.contract.needs import Needs
@@ -51,7 +51,7 @@ def run(rivals: bool = True, plot: str | None = None) -> list[Row]:
     plain = [row for name, case in (("llama block", llama), ("gpt-2 block", gpt2)) for row in _measure(name, *case)]
     found = plain + list(_low(*llama[:2])) + list(_decoder()) + list(_documents()) + list(_frozen_in_4_bits())
     if rivals:
-        found += [*_mixture(**MIXTURE), *_lora()]
+        found += [*_of_transformers(), *_mixture(**MIXTURE), *_lora()]
     if plot:
         draw_kept(plot, found)
     return found
@@ -60,6 +60,22 @@ def run(rivals: bool = True, plot: str | None = None) -> list[Row]:
 def _llama() -> tuple[Any, dict[str, Tensor], nn.Module]:
     """A Llama block, its extras, and the same in torch."""
     return block_config(DIM, HEADS, 1408), {"positions": torch.arange(LENGTH)}, PlainBlock(DIM, HEADS, 1408, LENGTH)
+
+
+def _of_transformers() -> Iterator[Row]:
+    """The bytes that the same Llama block of Hugging Face's keeps, if transformers is installed."""
+    if importlib.util.find_spec("transformers"):
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+        cfg = LlamaConfig(hidden_size=DIM, num_attention_heads=HEADS, num_key_value_heads=HEADS, intermediate_size=1408)
+        cfg._attn_implementation = "sdpa"
+        data = torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16)
+        tables = LlamaRotaryEmbedding(cfg)(data, torch.arange(LENGTH)[None])
+        block = LlamaDecoderLayer(cfg, 0).to(torch.bfloat16)
+        shared = sum(t.nbytes for t in tables)  # by all blocks of a model
+        found = saved_by(block, lambda: block(data.clone().requires_grad_(), position_embeddings=tables)) - shared
+        yield Row("residuals", "llama block", "transformers", "kept", found / (LENGTH * DIM), UNIT)
 
 
 def _mixture(dim: int, hidden: int, experts: int, choices: int) -> Iterator[Row]:
@@ -130,6 +146,7 @@ def _lora() -> Iterator[Row]:
         found = peft.LoraConfig(r=8, lora_alpha=16, target_modules=names)
         frozen: Any = peft.inject_adapter_in_model(found, module.to(torch.bfloat16))
         kept["autograd, peft"] = saved_by_autograd(frozen, x.main)
+        kept["autograd, peft, norms as on a GPU"] = saved_by_autograd(as_on_a_gpu(frozen), x.main)
     for provider, value in kept.items():
         yield Row("residuals", case, provider, "kept", value / (LENGTH * DIM), UNIT)
 
@@ -207,6 +224,7 @@ def _measure(name: str, cfg: Any, extras: dict[str, Tensor], module: nn.Module) 
         "funcops, compress_fp8": ours(with_policy(chain, "compress_fp8")),
         "autograd": saved_by_autograd(module.to(torch.bfloat16), data),
     }
+    kept["autograd, norms as on a GPU"] = saved_by_autograd(as_on_a_gpu(module), data)
     return [Row("residuals", name, provider, "kept", value / (LENGTH * DIM), UNIT) for provider, value in kept.items()]
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import published
 from benchmarks.measure import Row
 from benchmarks.memory import Live
-from benchmarks.plain import PlainBlock
+from benchmarks.plain import PlainBlock, as_on_a_gpu
 from funcops import RepeatConfig, WithExtras, chain, donate, random, repeat
 from funcops import nn as fnn
 from funcops.models.blocks import block_config
@@ -98,7 +98,8 @@ def _torch_split(model: nn.Module, data: Tensor, dy: Tensor, between: Callable[[
 
 def _bytes() -> list[Row]:
     """Count live bytes after F, between I and W, and at the peak."""
-    found: dict[str, dict[str, int]] = {"funcops": {}, "torch's split of torch.nn": {}}
+    split = "torch's split of torch.nn"
+    found: dict[str, dict[str, int]] = {"funcops": {}, split: {}, f"{split}, norms as on a GPU": {}}
     cfg, params, x, dy = _functional()
     with Live() as live:
         y, residuals = repeat.fwd(params, x, cfg)
@@ -109,21 +110,23 @@ def _bytes() -> list[Row]:
         dparams = repeat.wgrad(donate(pending), cfg)
     found["funcops"]["peak"] = live.peak
     del dx, dparams
-    model, data, dy = _modules(ours=False)
-    torchs = found["torch's split of torch.nn"]
-    with Live() as live:
-        y = model(data)
-        torchs["after F"] = _now(live)
-        del y
-        _torch_split(model, data, dy, lambda: torchs.update({"between I and W": _now(live)}))
-    torchs["peak"] = live.peak
+    for torchs, gpu in ((found[split], False), (found[f"{split}, norms as on a GPU"], True)):
+        model, data, dy = _modules(ours=False)
+        if gpu:
+            as_on_a_gpu(model)
+        with Live() as live:
+            y = model(data)
+            torchs["after F"] = _now(live)
+            del y
+            _torch_split(model, data, dy, lambda torchs=torchs, live=live: torchs.update({"between I and W": _now(live)}))
+        torchs["peak"] = live.peak
     case = f"{LAYERS} llama blocks, {LENGTH} tokens, float32"
     rows = [
         Row("schedule", case, name, f"live bytes {when}", value / 2**20, "MiB")
         for name, values in found.items()
         for when, value in values.items()
     ]
-    ratios = {when: found["funcops"][when] / torchs[when] for when in torchs}
+    ratios = {when: value / found[split][when] for when, value in found["funcops"].items()}
     return rows + [
         Row("schedule", case, "funcops", f"live bytes {when}, ratio to torch's split", ratio, "") for when, ratio in ratios.items()
     ]

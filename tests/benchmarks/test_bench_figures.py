@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import device, kernels, measure, memory, overhead, plain_moe, profiled, residuals
+from benchmarks import device, kernels, measure, memory, overhead, plain, plain_moe, profiled, residuals
 from benchmarks.device import CudaTimer, Replay
 from benchmarks.kernel_calls import KernelCall, direct
 from benchmarks.measure import write_json
@@ -516,3 +516,20 @@ def test_overhead_compares_donation_halves_and_ids_with_the_same_gradients(i, mo
         assert one and len(one) == len(other)
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, other, strict=True))
     assert len(found[-1]) == 2 and all(t.isfinite().all() for params in found[-1].values() for t in tensors(params))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_as_on_a_gpu_is_the_norm_and_keeps_its_input_and_a_number_a_row(dtype):
+    norm = plain.RMSNorm(6).to(dtype)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    x, dy = (torch.randn(2, 300, 6).to(dtype) for _ in range(2))
+    found = []
+    for build in (lambda of: of, plain.as_on_a_gpu):
+        kept = list[torch.Tensor]()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            given = x.clone().requires_grad_()
+            y = build(norm)(given)
+        found.append((y, *torch.autograd.grad(y, [given, norm.weight], dy)))
+    for ours, torchs in zip(*found[::-1], strict=True):
+        assert_close(ours, torchs, dtype=dtype)
+    assert [(tuple(t.shape), t.dtype) for t in kept] == [((2, 300, 6), dtype), ((6,), dtype), ((2, 300, 1), torch.float32)]
