@@ -83,7 +83,7 @@ def _may_change(value: Any) -> bool:
 
 class Outputs:
     """The results of a captured function. A result that is a donated input, written in place, is returned as the caller's own
-    tensor; other values are returned as they were captured. Raises `TypeError` for an object that may hold tensors or change."""
+    tensor; another value is the one of the capture. Raises `TypeError` for an object that may hold tensors or change."""
 
     def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool, lease: Lease) -> None:
         if policy not in POLICIES:

@@ -77,8 +77,8 @@ def check_width(where: str, path: str, accumulator: Tensor, dtype: torch.dtype) 
 
 
 def check_apart(where: str, accumulators: dict[str, Tensor], name: str = "into", reads: dict[str, Tensor] | None = None) -> None:
-    """Raise if two of them share memory, which would get the gradients, or updates, of both; or if one shares that of a tensor
-    which the call reads (`reads`, by its whole path)."""
+    """Raise if two of them share memory, which would get the gradients, or updates, of both; or if one shares memory with a
+    tensor which the call reads (`reads`, by its whole path)."""
     # a traced tensor has no address that could be compared
     if len(accumulators) + len(reads or {}) < 2 or tracing():
         return
