@@ -21,11 +21,12 @@ from funcops.engine.contract.op import Op, wrap
 from funcops.engine.contract.schema import Saved
 from funcops.engine.contract.trace_safe_cache import reading, remember
 from funcops.engine.contract.walk import Inside, Part, rewrite
-from funcops.engine.errors import describe, fail, few, join_path, require, require_type
+from funcops.engine.errors import describe, fail, few, join_path, require, require_type, short
 from funcops.engine.program import compiled_programs
 from funcops.engine.program.lower import lower
-from funcops.engine.residuals.forms import Packed, one_form_each
+from funcops.engine.residuals.forms import Packed, has_form, one_form_each
 from funcops.engine.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save
+from funcops.engine.trees import paths
 from funcops.memory.disk import Disk
 from funcops.memory.layers import any_layer, laid_out
 from funcops.memory.packing import packed
@@ -204,10 +205,12 @@ class _Unseen(NamedTuple):
 def _makes_smaller(policy: Policy, rule: int, fields: Iterable[tuple[str, Any]], waits: bool = False) -> bool:
     """Whether the rule compresses one of the fields. Raises `ValueError` if it leaves all fields that it matches unchanged."""
     values = [value for path, value in fields if policy.rule_for(path, waits) == rule and value is not None]
-    packed = any(type(value) is Packed for value in values)
+    forms = [one for value in values for one in paths(value, is_leaf=has_form).values()]
+    packed = any(type(one) is Packed and isinstance(one.action, Compress) for one in forms)  # not only moved
     if values and not packed:
         pattern, action = policy.rules[rule]
-        kinds = ", ".join(dict.fromkeys(describe(value) for value in values))
+        moved = [f"{short(one.dtype)}{list(one.shape)}" if type(one) is Packed else describe(one) for one in forms]
+        kinds = ", ".join(dict.fromkeys(moved))
         fail("with_policy", f"rules at {pattern!r}", "for tensors that it makes smaller", f"{action} for {kinds}")
     return packed
 
@@ -239,7 +242,15 @@ def _why_nothing_changes(known: dict[str, Kept], policy: Policy, rule: int) -> s
         return f"a step itself takes only Save, Recompute and Offload; the fields of {decided[0]} are {few(below) or '(no fields)'}"
     if fields and all(field.of_params for path in fields if (field := known[path].field) is not None):
         return f"{', '.join(fields)} is a parameter, which takes no extra memory"
+    if policy.blocks != "residuals" and (layers := [layer for path in decided if (layer := _layer_around(path))]):
+        return f"each layer keeps its inputs, as blocks={policy.blocks!r} says: Save or Offload of {layers[0]} itself keeps more"
     return f"what is kept of {', '.join(decided)} is the same without it"
+
+
+def _layer_around(path: str) -> str:
+    """The layer of a repeat in which a step or field is, the outermost; "" outside of repeats, and for a layer itself."""
+    parts = any_layer(path).split(".")
+    return ".".join(path.split(".")[: parts.index("*") + 1]) if "*" in parts[:-1] else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,8 +275,7 @@ class _Rules:
         if not has_parts(op, cfg):
             return _leaf(op, cfg, path, policy, rerun, self.left_out), cfg
         if cfg.times is not None and self.offload is not None:
-            offload = self.offload
-            return Inside(lambda body: (remat(body.op, offload), body.cfg))
+            return Inside(dataclasses.replace(self, around=path)._layer)
         inside, changes, joints = dataclasses.replace(self, policy=policy, around=path, joined=()), dict[str, Any](), list[str]()
         if (own := cfg.as_chain) is not None:
             changes["recompute"], absent, joints = _outputs(own, path, policy)
@@ -277,6 +287,12 @@ class _Rules:
             return (remat(op) if rerun else op), cfg.as_run()
 
         return Inside(inside, lambda _: changes, finish)
+
+    def _layer(self, body: Part) -> tuple[Op, Any] | Inside:
+        """A layer that keeps only its inputs, unless a rule for the whole layer says what else."""
+        if isinstance(self.policy.action(body.path), Save | Offload):
+            return dataclasses.replace(self, offload=None)(body)
+        return remat(body.op, bool(self.offload)), body.cfg
 
 
 def _joined(cfg: ChainConfig, losses: tuple[str, ...]) -> list[str]:

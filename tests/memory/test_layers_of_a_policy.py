@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from policy_cases import WAYS, by_backward, bytes_of, drawn_needs, report_before
 
 from funcops import (
     ActivationConfig,
@@ -16,9 +16,7 @@ from funcops import (
     Compress,
     Drop,
     DropoutConfig,
-    Ledger,
     LinearConfig,
-    Needs,
     Offload,
     Policy,
     Recompute,
@@ -31,7 +29,6 @@ from funcops import (
     activation,
     batch_wgrads,
     chain,
-    donate,
     dropout,
     explain,
     linear,
@@ -43,7 +40,7 @@ from funcops import (
     skip,
     with_policy,
 )
-from funcops.engine.trees import fake, paths, tensors, tree_map_tensors
+from funcops.engine.trees import tree_map_tensors
 from funcops.low_precision import Fp8Block, Fp8Current, with_recipe
 from funcops.memory.parts import kept_paths
 from funcops.models.blocks import block_config, gpt2_block_config, mlp_config
@@ -87,15 +84,6 @@ MODELS = {
 RECIPES = [None, None, None, Fp8Current(), Fp8Block()]
 
 
-@pytest.fixture
-def device(monkeypatch):
-    """Treat every tensor as a device's, copied to the host's memory and back."""
-    from funcops.engine.residuals.offload import copies
-
-    for name, fn in (("leaves", lambda t: True), ("on_host", torch.Tensor.clone), ("on_device", lambda host, device: host.clone())):
-        monkeypatch.setattr(copies, name, fn)
-
-
 def times_of(op, cfg):
     """The layers of the repeats, from the residuals of a model: by the path of the repeat, with the numbers of outer layers."""
     return next(step.cfg for step in cfg.steps if step.op is repeat).times if isinstance(cfg, ChainConfig) else cfg.times
@@ -135,32 +123,6 @@ def made(name, recipe, dtype=torch.float32):
     return op, cfg, params, WithExtras(x, dict(extras)) if extras else x, dy
 
 
-def backward(op, residuals, dy, cfg, how, into=None):
-    """The gradients by one way to run a backward."""
-    if how == "whole":
-        return op.bwd(residuals, dy, cfg, into=into)
-    if how == "given away":
-        return op.bwd(donate(residuals), dy, cfg, into=into)
-    with Ledger() as ledger:
-        dx, pending = op.dgrad(donate(residuals) if how == "halves given away" else residuals, dy, cfg)
-        ledger.keep("pending", pending)
-        pending = ledger.take("pending")
-        return op.wgrad(donate(pending) if how == "halves given away" else pending, cfg, into=into), dx
-
-
-def needs_of(rng, params):
-    known = [path for path, t in paths(params).items() if t is not None]
-    drawn = rng.choice([True, True, True, False, tuple(rng.sample(known, rng.randint(1, len(known))))])
-    return Needs(x=rng.choice([True, True, False]), params=drawn)
-
-
-def bytes_of(tree, *besides):
-    """The bytes of the storages of a tree, each once, without the storages that the trees besides hold."""
-    owned = {t.untyped_storage()._cdata for one in besides for t in tensors(one)}
-    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(tree)}
-    return sum(size for storage, size in found.items() if storage not in owned)
-
-
 def kept_by_layer(residuals, name):
     """For each layer the shapes and dtypes that it keeps, by path, without the number of the layer."""
     layers = residuals if name is None else residuals[name]
@@ -171,7 +133,7 @@ def check(name, rng, recipe=None):
     """Whether drawn rules were taken, after every check of them."""
     op, cfg, params, x, dy = made(name, recipe)
     rules = drawn_rules(rng, op, cfg, (Recompute(), Recompute(), Save(), Offload()))
-    needs, outputs = needs_of(rng, params), rng.choice(["recomputable", "recomputable", "none"])
+    needs, outputs = drawn_needs(rng, params), rng.choice(["recomputable", "recomputable", "none"])
     policy = Policy([(f"{head}{said}{tail}", action) for head, said, tail, action, _ in rules], outputs=outputs)
     under, plain = with_policy(op, policy), with_policy(op, Policy(outputs=outputs))
     try:
@@ -181,15 +143,13 @@ def check(name, rng, recipe=None):
         return False
     want_y, plainly = plain.fwd(params, x, cfg, needs=needs)
     same_bits(y, want_y, str(policy))
-    if kept is None:
-        return True
     zeros = tree_map_tensors(torch.zeros_like, plain.bwd(plainly, dy, cfg)[0])
-    for how in ("whole", "halves", "given away", "halves given away"):
+    for how in WAYS:
         again = under.fwd(params, x, cfg, needs=needs)[1]
-        same_bits(backward(under, again, dy, cfg, how), plain.bwd(plainly, dy, cfg), f"{policy} {how}")
+        same_bits(by_backward(under, again, dy, cfg, how), plain.bwd(plainly, dy, cfg), f"{policy} {how}")
     into, other = (tree_map_tensors(torch.clone, zeros) for _ in range(2))
-    same_bits(backward(under, kept, dy, cfg, "halves", into)[0], plain.bwd(plainly, dy, cfg, into=other)[0], str(policy))
-    said = report_of_shapes(under, params, x, cfg, needs)
+    same_bits(by_backward(under, kept, dy, cfg, "halves", into)[0], plain.bwd(plainly, dy, cfg, into=other)[0], str(policy))
+    said = report_before(under, params, x, cfg, needs)
     assert said.kept_bytes == report(kept, params, x).kept_bytes == bytes_of(kept, params, x), policy
     assert (pickle.loads(pickle.dumps(policy)), copy.deepcopy(kept).keys()) == (policy, kept.keys())
     # each layer keeps what a policy says that has the rules of this layer for all layers
@@ -203,13 +163,6 @@ def check(name, rng, recipe=None):
             continue
         assert found == kept_by_layer(alike, where)[i], (policy, i)
     return True
-
-
-def report_of_shapes(op, params, x, cfg, needs):
-    """The report of a forward without data."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        shapes = [tree_map_tensors(fake, one) for one in (params, x)]
-        return report(op.fwd(*shapes, cfg, needs=needs)[1], *shapes)
 
 
 @pytest.mark.turns("name", every=4)
@@ -292,6 +245,35 @@ def test_an_action_on_a_step_is_short_for_its_fields(action, device):
         kept, wanted = (one.fwd(params, x, cfg)[1] for one in (op, fields))
         assert report(kept).rows == report(wanted).rows
         same_bits(op.bwd(kept, dy, cfg), chain.bwd(chain.fwd(params, x, cfg)[1], dy, cfg), name)
+
+
+@pytest.mark.turns("name", "blocks")
+@pytest.mark.parametrize("blocks", ["inputs", "offloaded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rule_keeps_some_layers_whole_where_the_others_keep_their_inputs(name, blocks, device):
+    """As if a rule let the others run again."""
+    op, cfg, params, x, dy = made(name, None)
+    where, times = next((step.name + "." for step in getattr(cfg, "steps", ()) if step.op is repeat), ""), times_of(op, cfg)
+    wanted = op.bwd(op.fwd(params, x, cfg)[1], dy, cfg)
+    rng = pyrandom.Random(f"{name} {blocks}")
+    for action in (Save(), Offload()):
+        last = rng.randrange(1, times)
+        said, others = f"{where}{last}-{times - 1}", f"{where}0-{last - 1}"
+        under = with_policy(op, Policy({said: action}, blocks=blocks))
+        alike = with_policy(op, Policy({f"{where}*": action, others: Recompute()}, optional=name == "leaves"))
+        y, kept = under.fwd(params, x, cfg)
+        if blocks == "inputs":
+            assert report(kept, params, x).rows == report(alike.fwd(params, x, cfg)[1], params, x).rows
+        assert report_before(under, params, x, cfg).places == report(kept, params, x).places
+        for how in WAYS:
+            same_bits(by_backward(under, under.fwd(params, x, cfg)[1], dy, cfg, how), wanted, f"{said} {action} {how}")
+
+
+@pytest.mark.parametrize("rules", [{"blocks.3.mlp": Save()}, {"blocks.*.mlp.act.x": Compress("fp8")}, {"blocks.3.*": Offload()}])
+def test_a_rule_inside_a_layer_that_keeps_its_inputs_says_what_to_write(rules):
+    op, cfg, params, x, _ = ten_layers(rules, blocks="inputs")
+    with pytest.raises(ValueError, match=r"keeps its inputs, as blocks='inputs' says: Save or Offload of blocks\.[3*] itself"):
+        op.fwd(params, x, cfg)
 
 
 @pytest.mark.parametrize("action", [Compress("fp8"), Drop()])

@@ -11,7 +11,7 @@ from committed import committed
 from hypothesis import given
 from hypothesis import strategies as st
 from launches import launches
-from policy_cases import COMBINED, bits, made, same
+from policy_cases import BOUNDS, COMBINED, bits, made, same
 from tiers import drawn
 
 from funcops import (
@@ -53,23 +53,6 @@ from funcops.testing.tolerances import assert_close
 FP8 = Compress("fp8")
 
 
-def largest(t, width):
-    """The largest value of each element's block, of `width` elements along the last dimension, or all if width is 0."""
-    width = width or max(t.shape[-1], 1)
-    wide = torch.nn.functional.pad(t.double().abs(), (0, -t.shape[-1] % width)).unflatten(-1, (-1, width)).amax(-1)
-    return wide.repeat_interleave(width, -1)[..., : t.shape[-1]]
-
-
-def of_blocks(width):
-    return lambda t: torch.maximum(t.double().abs() * 2.0**-4, largest(t, width) * 2.0**-17).clamp(min=2.0**-137)
-
-
-BOUNDS = {
-    "bf16": lambda t: t.double().abs() * 2.0**-8,
-    "fp8": of_blocks(128),
-    "mxfp8": of_blocks(32),
-    "int8": lambda t: (largest(t, 0) / 253).clamp(min=2.0**-143),
-}
 BYTES = {"bf16": lambda k: 2 * k, "fp8": lambda k: k - -k // 128, "mxfp8": lambda k: k - -k // 32, "int8": lambda k: k + 4}
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import errno
-import gc
 import os
 import pickle
 import random as pyrandom
@@ -16,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from policy_cases import MLP, SMALL, WAYS, X, by_backward, drawn_needs, report_before, within_bounds, written
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import (
@@ -25,7 +24,6 @@ from funcops import (
     Compress,
     Disk,
     LinearConfig,
-    Needs,
     Offload,
     Policy,
     Recompute,
@@ -35,7 +33,6 @@ from funcops import (
     SoftcapConfig,
     Step,
     TorchConfig,
-    WithExtras,
     chain,
     donate,
     linear,
@@ -53,36 +50,15 @@ from funcops import (
 )
 from funcops.engine.residuals.offload import copies
 from funcops.engine.residuals.report import kept_values
-from funcops.engine.trees import paths, tensors, tree_map_tensors
+from funcops.engine.trees import tensors
 from funcops.graphs import graphed
 from funcops.memory import disk
-from funcops.models.blocks import block_config, gpt2_block_config, mlp_config
+from funcops.models.blocks import mlp_config
 from funcops.testing.checks import same_bits
 
-X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
-BODIES = {
-    "mlp": (skip, SkipConfig(chain, mlp_config(8, 12)), {}),
-    "llama": (chain, block_config(8, 2, 12), {"positions": torch.arange(3)}),
-    "gpt-2": (chain, gpt2_block_config(8, 2, 12, 0.1), {"key": random.key(3)}),
-}
+BODIES = {**SMALL, "mlp": (skip, SkipConfig(chain, MLP), X)}
 ROOT = Path(__file__).resolve().parents[2]
 ONE = SoftcapConfig(1.0)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder that must be unchanged at the end."""
-    (tmp_path / "funcops-notes.txt").write_text("not ours")
-    yield str(tmp_path)
-    gc.collect()  # an error holds the frames that it passed
-    written(tmp_path)
-    assert os.listdir(tmp_path) == ["funcops-notes.txt"]
-
-
-def written(folder):
-    """The bytes of the files in a folder, once all are written."""
-    disk._threads(os.getpid())[0].submit(lambda: None).result()
-    return sum(os.path.getsize(os.path.join(folder, name)) for name in os.listdir(folder) if name.endswith(".residual"))
 
 
 def files(folder):
@@ -90,43 +66,18 @@ def files(folder):
     return sorted(os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".residual"))
 
 
-def within(codec, got, want):
-    """Whether a decoded tensor is within the error that `engine/residuals/codec.py` states."""
-    got, want = got.float(), want.float()
-    row = want.abs().amax(-1, keepdim=True)  # of at most 32 elements here, so a block is a row
-    most = {"bf16": want.abs() * 2**-8, "int8": row / 254 * 1.0001, "mxfp8": torch.maximum(want.abs() * 2**-4, row * 2**-17)}
-    return bool(((got - want).abs() <= most[codec]).all())
-
-
 def drawn(rng, folder):
     """An op and config of some layers, x, and rules by path for some of them."""
-    op, cfg, extras = BODIES[rng.choice(list(BODIES))]
+    op, cfg, x = BODIES[rng.choice(list(BODIES))]
     times = rng.randint(1, 3)
-    fields = sorted({path for path, *_ in kept_values(op.fwd(op.init(cfg, key=random.key(0)), given(extras), cfg)[1])})
+    fields = sorted({path for path, *_ in kept_values(op.fwd(op.init(cfg, key=random.key(0)), x, cfg)[1])})
     codec = rng.choice([None, None, "bf16", "mxfp8", "int8"])
     action = Disk(folder) if codec is None else Compress(codec) | Disk(folder)
     layers = rng.choice(["*", "0", f"0-{times - 1}"])
     fields = [path for path in fields if codec is None or path[-1] in "xqkvy"]
     names = rng.sample(fields, min(rng.randint(1, 4), len(fields)))
     rules = {f"{layers}.{name}": action for name in names}
-    return op, RepeatConfig(op, cfg, times), given(extras), Policy(rules, optional=True), codec
-
-
-def given(extras):
-    return WithExtras(X, extras) if extras else X
-
-
-def drawn_needs(rng, params):
-    some = tuple(rng.sample(sorted(path for path, t in paths(params).items() if t is not None), 2))
-    return Needs(x=rng.choice([True, True, False]), params=rng.choice([True, True, some]))
-
-
-def by_backward(op, kept, dy, cfg, halves, donated):
-    give = donate if donated else (lambda tree: tree)
-    if not halves:
-        return op.bwd(give(kept), dy, cfg)
-    dx, pending = op.dgrad(give(kept), dy, cfg)
-    return op.wgrad(give(pending), cfg), dx
+    return op, RepeatConfig(op, cfg, times), x, Policy(rules, optional=True), codec
 
 
 @pytest.mark.turns("seed")
@@ -135,10 +86,8 @@ def test_drawn_rules_give_the_bits_and_the_bytes(seed, folder):
     rng = pyrandom.Random(seed)
     _, cfg, x, policy, codec = drawn(rng, folder)
     op, params = with_policy(repeat, policy), repeat.init(cfg, key=random.key(0))
-    needs, halves, donated = drawn_needs(rng, params), rng.random() < 0.5, rng.random() < 0.5
-    with FakeTensorMode() as mode:
-        likes = tree_map_tensors(mode.from_tensor, params), tree_map_tensors(mode.from_tensor, x)
-        before = report(op.fwd(*likes, cfg, needs=needs)[1], *likes).places
+    needs, how = drawn_needs(rng, params), rng.choice(WAYS)
+    before = report_before(op, params, x, cfg, needs).places
     y, kept = op.fwd(params, x, cfg, needs=needs)
     found = report(kept, params, x)
     assert found.places == before and found.kept_bytes == sum(before.values())
@@ -150,18 +99,18 @@ def test_drawn_rules_give_the_bits_and_the_bytes(seed, folder):
     for path, value, _ in kept_values(kept):
         if path in held and getattr(value, "place", "here") == "file":
             got = unpack(value)
-            assert torch.equal(got, held[path]) if codec is None else within(codec, got, held[path]), path
+            assert torch.equal(got, held[path]) if codec is None else within_bounds(codec, got, held[path]), path
     value = None  # a file goes with the last that holds its tensor
     # the bits of the codec alone, in the place or not
     alone = Policy({rule: Compress(codec) for rule, _ in policy.rules}, optional=True) if codec else Policy({}, optional=True)
     want = with_policy(repeat, alone)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed))
     same_bits(
-        by_backward(op, kept, dy, cfg, halves, donated),
-        by_backward(want, want.fwd(params, x, cfg, needs=needs)[1], dy, cfg, halves, donated),
+        by_backward(op, kept, dy, cfg, how),
+        by_backward(want, want.fwd(params, x, cfg, needs=needs)[1], dy, cfg, how),
         f"{policy} {needs}",
     )
-    if not donated:
+    if not how.endswith("given away"):
         same_bits(op.bwd(kept, dy, cfg), want.bwd(want.fwd(params, x, cfg, needs=needs)[1], dy, cfg), "again")
     else:
         assert files(folder) == []

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from policy_cases import TIES, decoder
+from policy_cases import MLP, SMALL, TIES, X, decoder
 from torch import Tensor
 
 from funcops import (
@@ -37,32 +37,20 @@ from funcops import (
     with_policy,
 )
 from funcops.engine.residuals.forms import Packed, from_form, one_form_each, to_form
-from funcops.engine.residuals.offload import copies
 from funcops.engine.trees import tensors, tree_map_tensors
 from funcops.memory.policy import kept_paths
-from funcops.models.blocks import block_config, gpt2_block_config, mlp_config
+from funcops.models.blocks import mlp_config
 from funcops.testing.checks import same_bits
 
-MLP = mlp_config(8, 12)
-X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([[0, 4, 1], [2, 3, 3]])
 MODELS = {
-    "mlp": (chain, MLP, X),
-    "llama": (chain, block_config(8, 2, 12), WithExtras(X, {"positions": torch.arange(3)})),
-    "gpt-2": (chain, gpt2_block_config(8, 2, 12, 0.1), WithExtras(X, {"key": random.key(3)})),
+    **SMALL,
     "layers": (repeat, RepeatConfig(skip, SkipConfig(chain, MLP), 2), X),
     "decoder": (chain, decoder(TIES), WithExtras(IDS, {"labels": IDS})),
     "remat": (chain, ChainConfig(steps=(Step("a", remat(chain), MLP), Step("b", linear, LinearConfig(8, 8)))), X),
     "shared": (chain, ChainConfig(steps=(Step("n", rms_norm, RMSNormConfig(8)), Step("m", skip, SkipConfig(chain, MLP)))), X),
 }
 ACTIONS = (Save(), Recompute(), Offload(), Compress("int8"), Compress("int8") | Offload(), Drop())
-
-
-@pytest.fixture
-def device(monkeypatch):
-    """Treat every tensor as a device's, copied to the host's memory and back."""
-    for name, fn in (("leaves", lambda t: True), ("on_host", Tensor.clone), ("on_device", lambda host, device: host.clone())):
-        monkeypatch.setattr(copies, name, fn)
 
 
 def drawn_policy(rng, op, cfg):
@@ -168,6 +156,27 @@ def test_a_codec_that_makes_nothing_smaller_is_told_at_the_first_forward():
                 op.fwd(params, X.to(dtype), fresh)
         else:
             assert type(op.fwd(params, X, fresh)[1]["act"].x) is Packed
+
+
+def test_a_place_is_no_reason_to_take_a_codec_that_makes_nothing_smaller(device):
+    op, cfg, x = MODELS["gpt-2"]
+    under = with_policy(op, Policy({"mlp.drop.key": Compress("bf16") | Offload()}))
+    with pytest.raises(ValueError, match=r"must be for tensors that it makes smaller, got .*Offload\(\) for int64\[2\]"):
+        under.fwd(op.init(cfg, key=random.key(0)), x, cfg)
+
+
+@pytest.mark.parametrize("place", [None, Offload()])
+def test_a_codec_takes_the_tensors_of_a_field_that_is_a_tree(place, device):
+    _, body, x = MODELS["llama"]
+    cfg = ChainConfig(
+        steps=(Step("a", linear, LinearConfig(8, 8)), Step("b", remat(chain), body, takes=("positions",))), extras=("positions",)
+    )
+    action = Compress("int8") if place is None else Compress("int8") | place
+    op, params = with_policy(chain, Policy({"b.x": action})), chain.init(cfg, key=random.key(0))
+    y, kept = op.fwd(params, x, cfg)
+    (row,) = [row for row in report(kept, params, x).rows if row.path == "b.x.main"]
+    assert row.dtype.startswith("int8") and row.bytes == X.numel() + 4 * 6
+    assert all(torch.isfinite(t).all() for t in tensors(op.bwd(kept, torch.ones_like(y), cfg)))
 
 
 @pytest.mark.parametrize("rules", [{"norm": Recompute()}, {"norm.rstd": Recompute()}])

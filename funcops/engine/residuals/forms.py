@@ -26,6 +26,9 @@ from funcops.engine.trees import leaf, static, tree, tree_map
 __all__ = ["Layout", "Packed", "block_of", "from_form", "in_blocks", "one_form_each", "to_form"]
 
 
+AT = {"host": " on the host", "file": " in a file"}  # what a report says of a form in a place
+
+
 class Layout(NamedTuple):
     """The layout of a tensor in its storage."""
 
@@ -70,7 +73,7 @@ class Packed:
     def form(self) -> str:
         """The name of the form in a report."""
         name = str(self.action.codec) if isinstance(self.action, Compress) else short(self.dtype)
-        return name + {"host": " on the host", "file": " in a file"}.get(self.place, "")
+        return name + AT.get(self.place, "")
 
     @property
     def place(self) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from funcops.engine.contract.marks import Gone
 from funcops.engine.contract.schema import RECOMPUTE, Phase, Saved
 from funcops.engine.errors import describe, fail, join_path, require_count, require_flag, short, size_of
-from funcops.engine.residuals.forms import has_form
+from funcops.engine.residuals.forms import AT, Packed, has_form
 from funcops.engine.trees import paths, tensors
 
 __all__ = ["Report", "kept_values", "report", "storage_of", "storages"]
@@ -224,9 +224,11 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
         own = {storage: size for storage, size in parts.items() if storage not in owners}
         aliased += sum(parts.values()) - sum(own.values())
         owner = "" if own else next((owners[storage] for storage in parts), "")
+        # of a node of several tensors each has a form of its own
+        moved = next((one for one in paths(value, is_leaf=_packed).values() if _packed(one)), None)
         # of `remat`, a tensor of the host beside params on a device
-        place = getattr(value, "place", "host" if away and value.device.type == "cpu" else "here")
-        dtype = short(value.dtype) if isinstance(value, Tensor) else value.form
+        place = moved.place if moved is not None else "host" if away and value.device.type == "cpu" else "here"
+        dtype = short(value.dtype) if isinstance(value, Tensor) else value.form + AT.get(place, "") * (moved is not value)
         rows.append(Row(path, tuple(value.shape), dtype, sum(own.values()), owner, phases, place))
         owners.update(dict.fromkeys(own, path))
     return Report(rows, aliased, tokens if tokens is not None else _tokens(x), expand)
@@ -241,6 +243,10 @@ def _check_kept(node: Any, name: str) -> None:
         fail("report", name, "residuals or pending of an op", describe(node), TypeError)
     elif getattr(node, "gone", False) or isinstance(getattr(node, "_marks", None), Gone):
         node.complain("report")  # type: ignore[union-attr]
+
+
+def _packed(value: Any) -> bool:
+    return type(value) is Packed
 
 
 def _values(tree: Any) -> list[tuple[str, Any]]:
