@@ -36,6 +36,17 @@ def test_the_page_has_every_example_with_its_command_and_its_picture():
         check_picture(picture)
 
 
+@pytest.mark.slow  # the block itself runs with all blocks of the page
+def test_the_table_of_the_published_recipe_is_what_its_block_prints(capsys):
+    code, said = re.search(
+        r"^## A published recipe.*?^```python\n(.*?)^```\n\n```text\n(.*?)^```", PAGE.read_text(), re.S | re.M
+    ).groups()
+    rules = code[code.index("recipe = Policy") : code.index("params =")]
+    assert len(rules.strip().splitlines()) <= 10
+    exec(code, {})
+    assert capsys.readouterr().out == said
+
+
 def test_residual_microscope(tmp_path):
     flags = "--dim 16 --layers 2 --context 8 --table".split()
     said = run("01_residual_microscope.py", *flags, "--plot", tmp_path / "plot.png")

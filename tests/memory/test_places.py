@@ -50,7 +50,7 @@ from funcops import (
 )
 from funcops.engine.residuals.offload import copies
 from funcops.engine.residuals.report import kept_values
-from funcops.engine.trees import tensors
+from funcops.engine.trees import tensors, tree_map_tensors
 from funcops.graphs import graphed
 from funcops.memory import disk
 from funcops.models.blocks import mlp_config
@@ -551,3 +551,20 @@ def test_a_report_before_the_run_makes_no_file(folder):
     y, kept = op.fwd(params, X, cfg)
     assert before.places == report(kept, params, X).places and before.places["file"] == written(folder) == 48 + 6
     assert all(isinstance(t, Tensor) for t in tensors(op.bwd(kept, torch.ones_like(y), cfg)))
+
+
+@pytest.mark.turns("name")
+@pytest.mark.parametrize("name", [*BODIES, "blocks"])
+def test_a_report_on_the_meta_device_says_what_a_device_keeps(name, request):
+    op, cfg, x = BODIES["mlp" if name == "blocks" else name]
+    policy = Policy(blocks="offloaded") if name == "blocks" else Policy({"*": Offload(), "*.norm.x": Compress("int8") | Offload()})
+    cfg = RepeatConfig(op, cfg, 2)
+    under, params = with_policy(repeat, policy), repeat.init(cfg, key=random.key(0))
+    like = [tree_map_tensors(lambda t: t.to("meta"), one) for one in (params, x)]
+    before = report(under.fwd(*like, cfg)[1], *like).places
+    request.getfixturevalue("device")
+    kept = under.fwd(params, x, cfg)[1]
+    if name == "blocks":  # of a device, here and the host are told apart by the tensors themselves
+        assert before == {"here": 0, "host": 2 * X.nbytes, "file": 0} and report(kept, params).kept_bytes == 2 * X.nbytes
+    else:
+        assert before == report(kept, params, x).places and before["host"] > 0

@@ -150,7 +150,7 @@ def library_serves(rows: Tensor, other: Tensor) -> bool:
     even = all([t.is_contiguous() and t.numel() > 0 and t.data_ptr() % 16 == 0 and t.shape[-1] % 8 == 0 for t in (rows, other)])
     even = even and other.shape[-2] % 8 == 0 if other.dim() == 3 else even
     served = _grouped_mm is not None and rows.dtype is torch.bfloat16 and torch.version.hip is None
-    return even and served and torch.cuda.get_device_capability(rows.device) >= LEAST
+    return even and served and not rows.is_meta and torch.cuda.get_device_capability(rows.device) >= LEAST
 
 
 def by_masks(rows: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
