@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from funcops.engine.contract.walk import Inside, Part, nested, rewrite
 from funcops.engine.errors import in_html, join_path, on_screen, require, require_dtype, require_type, size_of
 from funcops.engine.program.values import abstract_params
 from funcops.engine.residuals.forms import to_form
-from funcops.engine.residuals.policy import POLICIES, Action, Compress, Policy, Recompute
+from funcops.engine.residuals.policy import POLICIES, Action, Compress, Offload, Policy, Recompute
 from funcops.engine.residuals.report import kept_values, storages
 from funcops.engine.trees import fake, tensors, tree_map, tree_map_tensors
 from funcops.library.formats.working import working_like
@@ -51,17 +51,26 @@ ON_CPU = {  # torch's counter lacks the CPU's attention
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
 MOST_PARTS = 6  # every subset of these is tried
+MOST_MOVED = 4  # and these in every way, if some may move
 
 
 class Tried(NamedTuple):
     """A policy, the bytes that it keeps, and what it costs: its extra floating-point operations in matrix products, as a share of a
-    forward and backward without recomputation, and the bytes of the tensors that a codec rounds."""
+    forward and backward without recomputation, the bytes of the tensors that a codec rounds, and how many of `kept_bytes` move to
+    another place, with the seconds there and back."""
 
     name: str
     policy: Policy
     kept_bytes: int
     extra_flops: float
     rounded_bytes: int = 0
+    moved_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def here(self) -> int:
+        """The bytes that stay where the op computes, which a budget is for."""
+        return self.kept_bytes - self.moved_bytes
 
 
 class Fitted(NamedTuple):
@@ -79,8 +88,10 @@ class Fitted(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"{'>' if one is self.picked else ' '} {one.name:<40} {size_of(one.kept_bytes):>12}  "
-            f"{100 * one.extra_flops:5.1f} % more work" + f", rounds {size_of(one.rounded_bytes)}" * bool(one.rounded_bytes)
+            f"{'>' if one is self.picked else ' '} {one.name:<40} {size_of(one.here):>12}  "
+            f"{100 * one.extra_flops:5.1f} % more work"
+            + f", rounds {size_of(one.rounded_bytes)}" * bool(one.rounded_bytes)
+            + f", moves {size_of(one.moved_bytes)} ({1e3 * one.seconds:.2f} ms)" * bool(one.moved_bytes)
             for one in self.tried
         ]
         return "\n".join(lines)
@@ -95,6 +106,7 @@ def fit(
     dtype: torch.dtype | None = None,
     needs: Needs = Needs.ALL,
     codecs: tuple[str, ...] = (),
+    places: Mapping[Offload, float] | None = None,
 ) -> Fitted:
     """Find the policy that recomputes least and keeps at most `budget` bytes between forward and backward, for inputs like x. The
     bytes are `report(residuals, params, x).kept_bytes`: params and x, which the caller holds, do not count.
@@ -106,6 +118,10 @@ def fit(
     params, by default x's, or torch's if x has no floats. `needs`: the gradients that the training step asks of the forward.
     `codecs`: the codecs of `Compress` that policies may use for activations; by default no policy rounds anything. Of policies that
     recompute as much, the one that rounds least is picked.
+    `places`: where policies may move tensors, and how many bytes a second go there, as `{Offload(): 25e9}`; by default all stay
+    where the op computes. Every way to let each of up to four parts of a block stay, run again or move is tried, and of those that
+    recompute and round as much, the one that takes the fewest seconds to move is picked. Bytes that are moved do not count for the
+    budget. From the CPU nothing moves to the host's memory.
 
     Of an op that `op_from_module` made, it bisects over the products of the graph for x, in the order of operations per byte, and
     each layer is computed again from its own input if that fits. An x of other shapes than the example's must have values, as the
@@ -134,22 +150,40 @@ def fit(
     require_type("fit", "needs", needs, Needs)
     require_type("fit", "codecs", codecs, tuple)
     rounding = {name: Compress(name) for name in codecs}  # raises for an unknown name
+    speeds = _speeds(places)
     if op.named is None:
-        followed, options = _follow(op, cfg, x, dtype, needs), list(_candidates(*_short(op, cfg, False), rounding))
+        followed = _follow(op, cfg, x, dtype, needs)
+        short = _short(op, cfg, False)
+        options = list(_candidates(*short, rounding))
         tried = [Tried(one.name, one.policy, *followed.under(one.held)) for one in options]
-        tried = [one for one in tried if one.rounded_bytes or not one.policy.optional] + [
-            *_between(followed, options, tried, budget)
-        ]
+        between = list(_between(followed, options, tried, budget))
+        tried = [one for one in tried if one.rounded_bytes or not one.policy.optional] + between
+        for place, speed in speeds.items():
+            moving = [(one, followed.under(one.held)) for one in _moving(*short, place, rounding)]
+            tried += [Tried(one.name, one.policy, *cost, 2 * cost[-1] / speed) for one, cost in moving if cost[-1]]
     else:
         require(dtype is None, "fit", "dtype", "None, as a module's params have their own", dtype)
+        require(not speeds, "fit", "places", "None, as the policies for a traced module move nothing", places)
         require(not codecs, "fit", "codecs", "(), as the policies for a traced module round nothing", codecs)
         tried = [Tried(_titled(policy), policy, *cost) for policy, *cost in op.named.plans(x, cfg, needs, budget, _flops)]
-    tried.sort(key=lambda one: (one.extra_flops, one.rounded_bytes, -one.kept_bytes))
-    within = [one for one in tried if one.kept_bytes <= budget]
-    least = min(tried, key=lambda one: one.kept_bytes)
-    wanted = f"at least {least.kept_bytes:,} bytes ({size_of(least.kept_bytes)}, policy {least.name}, the least of those tried)"
+    tried.sort(key=lambda one: (one.extra_flops, one.rounded_bytes, one.seconds, -one.kept_bytes))
+    within = [one for one in tried if one.here <= budget]
+    least = min(tried, key=lambda one: one.here)
+    wanted = f"at least {least.here:,} bytes ({size_of(least.here)}, policy {least.name}, the least of those tried)"
     require(bool(within), "fit", "budget", wanted, f"{budget:,}")
     return Fitted(with_policy(op, within[0].policy), within[0], tried)
+
+
+def _speeds(places: Any) -> dict[Offload, float]:
+    """The places, and the bytes a second that go there."""
+    if places is None:
+        return {}
+    require_type("fit", "places", places, Mapping)
+    for place, speed in places.items():
+        require_type("fit", "places", place, Offload)
+        right = isinstance(speed, int | float) and speed is not True and 0 < speed < math.inf
+        require(right, "fit", f"places[{place}]", "a positive number of bytes a second", repr(speed))
+    return dict(places)
 
 
 def _titled(policy: Policy) -> str:
@@ -187,8 +221,28 @@ def _candidates(op: Op, cfg: Any, rounding: dict[str, Compress]) -> Iterator[Opt
             yield Option(f"{name}, " * bool(parts) + f"compress_{codec}", policy, _held(*resolved(op, cfg, policy)))
 
 
+def _moving(op: Op, cfg: Any, place: Offload, rounding: dict[str, Compress]) -> Iterator[Option]:
+    """Options that move to a place what some parts keep, while others run again; and those that round, with their codes there."""
+    units, to = _parts(op, cfg)[:MOST_MOVED], type(place).__name__.lower()
+    for each in itertools.product((None, Recompute(), place), repeat=len(units)):
+        rules = {path: action for path, action in zip(units, each, strict=True) if action is not None}
+        if place in each:
+            yield from _moved(op, cfg, rules, to)
+    yield from _moved(op, cfg, {"*": place}, to)
+    for codec, action in rounding.items():
+        yield from _moved(op, cfg, {"*[xqkvy]": action | place}, f"compress_{codec} {to}")
+
+
+def _moved(op: Op, cfg: Any, rules: dict[str, Any], to: str) -> Iterator[Option]:
+    policy = Policy(rules, optional=True)
+    found = resolved(op, cfg, policy)
+    again, away = (", ".join([path for path, action in rules.items() if (action == Recompute()) is same]) for same in (True, False))
+    if _may_run_again(*found):
+        yield Option(f"recompute {again}, {to} {away}" if again else f"{to} {away}", policy, _held(*found))
+
+
 def _lossless(op: Op, cfg: Any) -> Iterator[Option]:
-    steps = list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
+    steps = _steps(op, cfg)
     bodies = [path for path in steps if path.endswith("*") and path.count("*") == 1]
     by_rules = {"recompute_elementwise": frozenset[str]()}
     if bodies and all([_recomputing(op, cfg, (path,)) for path in bodies]):
@@ -197,13 +251,20 @@ def _lossless(op: Op, cfg: Any) -> Iterator[Option]:
         under = resolved(op, cfg, POLICIES[name])
         if _may_run_again(*under):  # a forward that draws random numbers must not run again
             yield Option(name, POLICIES[name], _held(*under), by_rules.get(name))
-    # the parts of a repeat's body; without a repeat, the op's own parts
-    inside = [path for path in steps if path.rpartition(".")[0].endswith("*")]
-    parts = inside or [path for path in steps if "." not in path]
-    served = [path for path in parts if _recomputing(op, cfg, (path,))][:MOST_PARTS]
+    served = [path for path in _parts(op, cfg) if _recomputing(op, cfg, (path,))][:MOST_PARTS]
     for chosen in [subset for size in range(1, len(served) + 1) for subset in itertools.combinations(served, size)]:
         if found := _recomputing(op, cfg, chosen):
             yield found
+
+
+def _steps(op: Op, cfg: Any) -> list[str]:
+    return list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
+
+
+def _parts(op: Op, cfg: Any) -> list[str]:
+    """The parts of a repeat's body; without a repeat, the op's own parts."""
+    steps = _steps(op, cfg)
+    return [path for path in steps if path.rpartition(".")[0].endswith("*")] or [path for path in steps if "." not in path]
 
 
 def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...]) -> Option | None:
@@ -400,10 +461,11 @@ class Followed(NamedTuple):
     rerun: frozenset[str]
     depths: dict[str, int]
 
-    def under(self, held: Held, rest: Held | None = None, count: int = 0) -> tuple[int, float, int]:
-        """The bytes of the held tensors, each storage once, the floating-point operations of recomputation, as a share of all, and
-        the bytes of what is rounded. `rest`: what is held in the layers behind the first `count`."""
-        before, seen, total, rounded, more, base = dict[str, int](), set[Any](self.owned), 0, 0, 0, 0
+    def under(self, held: Held, rest: Held | None = None, count: int = 0) -> tuple[int, float, int, int]:
+        """The bytes of the held tensors, each storage once, the floating-point operations of recomputation, as a share of all, the
+        bytes of what is rounded, and those that are in another place. `rest`: what is held in the layers behind the first
+        `count`."""
+        before, seen, total, rounded, moved, more, base = dict[str, int](), set[Any](self.owned), 0, 0, 0, 0, 0
         for body, times in self.depths.items():
             before[body] = times if rest is None else min(max(count - sum(self.depths[one] for one in before), 0), times)
         rerun = [(one, self._again(one)) for one in (held, held if rest is None else rest)]
@@ -413,12 +475,13 @@ class Followed(NamedTuple):
             own, again = rerun[bool(part.layers) and not part.layers[0].first(counts[0])]
             base += times * (part.forward + part.backward)
             more += times * part.forward * any([f"{part.path}.".startswith(path) for path in again])
-            for action, storage, size, packed in _forms(part, own[part.path]) if part.path in own else ():
-                key = (storage, action) if action else storage  # a tensor that several fields hold is packed once
-                total += 0 if key in seen else times * packed
-                rounded += times * size if action and key not in seen else 0
+            for key, size, packed, action in _forms(part, own[part.path]) if part.path in own else ():
+                if key not in seen:
+                    total += times * packed
+                    rounded += times * size if isinstance(action, Compress) else 0
+                    moved += times * packed if isinstance(getattr(action, "place", action), Offload) else 0
                 seen.add(key)
-        return total, (base + more) / base - 1.0 if base else 0.0, rounded
+        return total, (base + more) / base - 1.0 if base else 0.0, rounded, moved
 
     def _again(self, held: Held) -> list[str]:
         """The beginnings of the paths whose forward runs again."""
@@ -445,17 +508,19 @@ def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None, needs: Needs = 
     return Followed(run.parts, frozenset(storages([params, given])), rerun, depths)
 
 
-def _forms(part: PartRun, leaf: LeafPart | None) -> Iterator[tuple[Action | None, int, int, int]]:
-    """For each tensor that a part holds: the codec that rounds it or None, its storage, the bytes of that, and of the form that is
-    kept."""
+def _forms(part: PartRun, leaf: LeafPart | None) -> Iterator[tuple[Any, int, int, Action | None]]:
+    """For each tensor that a part holds: what tells it from others, the bytes of its storage, the bytes of the form that is kept,
+    and the action that gave it that form, or None. A tensor that several fields hold is packed once."""
     dropped = leaf.dropped(part.asked[leaf.root.path if leaf.root else leaf.path]) if leaf else ()
     actions = actions_of(leaf.op) if leaf else {}
     for name, t in [(name, t) for name, t in part.kept if name not in dropped] if leaf else [("", t) for t in part.x]:
         action = actions.get(name)
-        form = to_form(t, action) if isinstance(action, Compress) else t
+        form = to_form(t, action) if isinstance(action, Compress | Offload) else t
         for storage, size in storages(t).items():
-            packed = size if form is t else sum(storages(form).values())
-            yield None if form is t else action, storage, size, packed
+            if form is t:
+                yield storage, size, size, None
+            else:
+                yield (storage, t.storage_offset(), t.numel(), action), size, sum(storages(form).values()), action
 
 
 Held = dict[str, LeafPart | None]  # by path: None for a part that keeps only its x

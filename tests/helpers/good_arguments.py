@@ -163,6 +163,7 @@ OWN = {  # by "module.name", or "name" of funcops itself
             "dtype": torch.float32,
             "needs": Needs.ALL,
             "codecs": ("fp8",),
+            "places": {funcops.Offload(): 25e9},
         },
         {"budget": ONE},
         {("x", "float32[2, 4]"): "nothing is run"},

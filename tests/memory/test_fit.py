@@ -1,11 +1,12 @@
 """`fit`: the policy that it picks, and that its counts, made by following shapes, equal the kept bytes."""
 
+import itertools
 import math
 import random as pyrandom
 
 import pytest
 import torch
-from policy_cases import LLAMA, made
+from policy_cases import LLAMA, made, report_before
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,9 +15,13 @@ from funcops import (
     ActivationConfig,
     AttentionConfig,
     ChainConfig,
+    Disk,
     ExpertsConfig,
     LinearConfig,
     Needs,
+    Offload,
+    Policy,
+    Recompute,
     RepeatConfig,
     RopeConfig,
     SkipConfig,
@@ -321,3 +326,60 @@ def test_codecs_of_fit_are_checked():
     module = op_from_module(torch.nn.Linear(4, 4), torch.ones(2, 4))[0]
     with pytest.raises(ValueError, match=r"fit: codecs must be \(\), as the policies for a traced module round nothing, got"):
         fit(module, TorchConfig(), torch.ones(2, 4), 10**9, codecs=("fp8",))
+
+
+UNITS = {"gpt-2": ("*.attn", "*.mlp"), "three": ("*.norm", "*.up", "*.act", "*.down"), "shared": ("*.up", "*.act")}
+
+
+@pytest.mark.turns("name")
+@pytest.mark.parametrize("name", UNITS)
+def test_places_are_tried_if_asked_and_the_pick_is_that_of_brute_force(name, device):
+    op, cfg, x = layered()[name]
+    params, rng, speed = op.init(cfg, key=random.key(0), dtype=torch.float32), pyrandom.Random(name), 1e9
+    assert not any(one.moved_bytes for one in fit(op, cfg, x, 10**9).tried)
+    every = fit(op, cfg, x, 10**9, places={Offload(): speed}).tried
+    for one in every:
+        places = report(with_policy(op, one.policy).fwd(params, x, cfg)[1], params, x).places
+        assert (places["here"], places["host"], one.seconds) == (one.here, one.moved_bytes, 2 * one.moved_bytes / speed), one.name
+    base, plans = follow(with_policy(op, "save_all"), cfg, x)[1], []
+    ways = [
+        dict(zip(UNITS[name], way, strict=True))
+        for way in itertools.product((None, Recompute(), Offload()), repeat=len(UNITS[name]))
+    ]
+    for rules in ways:
+        policy = Policy({path: action for path, action in rules.items() if action}, optional=True)
+        for under in (with_policy(op, policy), *([] if any(rules.values()) else [with_policy(op, "save_all")])):
+            places = report(under.fwd(params, x, cfg)[1], params, x).places
+            plans.append((places["here"], follow(under, cfg, x)[1] / base - 1.0, 2 * places["host"] / speed))
+    for budget in rng.choices(range(1, max(here for here, *_ in plans)), k=4):
+        picked = fit(op, cfg, x, budget, places={Offload(): speed}).picked
+        wanted = min(cost for here, *cost in plans if here <= budget)
+        assert picked.here <= budget and [picked.extra_flops, picked.seconds] == pytest.approx(wanted), (budget, picked)
+    moved = next(one for one in every if one.moved_bytes)
+    assert f"moves {size_of(moved.moved_bytes)} ({1e3 * moved.seconds:.2f} ms)" in str(fit_of(moved))
+
+
+def test_codecs_and_places_of_fit_compose(device, tmp_path):
+    op, cfg, x = layered()["three"]
+    params = op.init(cfg, key=random.key(0), dtype=torch.float32)
+    both = fit(op, cfg, x, 10**9, codecs=("int8",), places={Offload(): 1e9, Disk(tmp_path): 1e8}).tried
+    moved = [one for one in both if one.moved_bytes]
+    assert any(one.rounded_bytes for one in moved) and any("disk" in one.name for one in moved)
+    for one in moved:
+        places = report_before(with_policy(op, one.policy), params, x, cfg).places
+        assert (places["here"], places["host"] + places["file"]) == (one.here, one.moved_bytes), one.name
+    assert fit(op, cfg, x, 10**9, places={Offload(): 1e9}).picked.name == "save_all"
+
+
+def test_places_of_fit_are_checked():
+    op, cfg, x = layered()["three"]
+    for wrong in (0, -1.0, True, "fast", math.inf):
+        with pytest.raises(ValueError, match=r"fit: places\[Offload\(\)\] must be a positive number of bytes a second, got"):
+            fit(op, cfg, x, 10**9, places={Offload(): wrong})
+    with pytest.raises(TypeError, match="fit: places must be Offload, got"):
+        fit(op, cfg, x, 10**9, places={Recompute(): 1e9})
+    with pytest.raises(TypeError, match="fit: places must be Mapping, got"):
+        fit(op, cfg, x, 10**9, places=Offload())
+    module = op_from_module(torch.nn.Linear(4, 4), torch.ones(2, 4))[0]
+    with pytest.raises(ValueError, match="fit: places must be None, as the policies for a traced module move nothing, got"):
+        fit(module, TorchConfig(), torch.ones(2, 4), 10**9, places={Offload(): 1e9})

@@ -23,7 +23,7 @@ from funcops.engine.residuals.codec import codec, smaller
 from funcops.engine.residuals.policy import Action, Compress, Drop, Offload, Placed
 from funcops.engine.trees import leaf, static, tree, tree_map
 
-__all__ = ["Layout", "Packed", "block_of", "from_form", "in_blocks", "one_form_each", "to_form"]
+__all__ = ["Layout", "Packed", "block_of", "from_form", "has_form", "in_blocks", "one_form_each", "to_form"]
 
 
 AT = {"host": " on the host", "file": " in a file"}  # what a report says of a form in a place

@@ -144,7 +144,8 @@ class Policy:
     overrides `outputs`, and a rule without effect is an error; `optional` rules, such as a preset's, yield to `outputs` and apply
     only where they can. `outputs`: the steps whose outputs a chain
     recomputes: "recomputable" (norms, activations, GLUs), "norms", or "none". `blocks`: what a repeat's body keeps (or the op
-    itself, if it has no repeat): "residuals", only its "inputs", or its inputs "offloaded"; the rest is recomputed.
+    itself, if it has no repeat): "residuals", only its "inputs", or its inputs "offloaded"; the rest is recomputed, but for layers
+    that a rule saves or offloads whole.
 
     >>> from funcops import POLICIES, Compress, Policy, Save
     >>> policy = Policy({"*.x": Compress("fp8"), "head.x": Save()})
