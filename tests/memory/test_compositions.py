@@ -112,7 +112,7 @@ def model(rng):
 
 
 def drawn_actions(rng, folder):
-    """What some rules do, in their order."""
+    """The actions of some rules, in their order."""
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
         yield (
             rng.choice([Recompute(), Save(), Offload(), Disk(folder)])
@@ -172,7 +172,7 @@ def check(seed, folder, made, monkeypatch):
     same_bits(y, want_y, said)
     if kept is None:
         return
-    # the bytes by place that a report says before the run, that of the run, and of the storages themselves
+    # the bytes by place as the report of the run says them, as the storages have them, and as a report says before a run
     places = report(kept, params, x).places
     host, given = {t._cdata: t.nbytes() for t in made}, {t.untyped_storage()._cdata for t in tensors([params, x])}
     own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(kept) if not t.is_meta}
@@ -204,7 +204,7 @@ def check(seed, folder, made, monkeypatch):
 
 
 @pytest.mark.turns("seeds")
-@pytest.mark.parametrize("seeds", [range(first, first + 5) for first in range(0, 500, 5)], ids=lambda of: f"{of[0]}-{of[-1]}")
+@pytest.mark.parametrize("seeds", [range(first, first + 2) for first in range(0, 500, 2)], ids=lambda of: f"{of[0]}-{of[-1]}")
 def test_what_is_kept_where_and_in_which_form(seeds, folder, device, monkeypatch):
     for seed in seeds:
         check(seed, folder, device, monkeypatch)

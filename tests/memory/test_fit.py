@@ -331,8 +331,7 @@ def test_codecs_of_fit_are_checked():
 UNITS = {"gpt-2": ("*.attn", "*.mlp"), "three": ("*.norm", "*.up", "*.act", "*.down"), "shared": ("*.up", "*.act")}
 
 
-@pytest.mark.turns("name")
-@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name != "shared" else name for name in UNITS])
 def test_places_are_tried_if_asked_and_the_pick_is_that_of_brute_force(name, device):
     op, cfg, x = layered()[name]
     params, rng, speed = op.init(cfg, key=random.key(0), dtype=torch.float32), pyrandom.Random(name), 1e9
@@ -360,7 +359,7 @@ def test_places_are_tried_if_asked_and_the_pick_is_that_of_brute_force(name, dev
 
 
 def test_codecs_and_places_of_fit_compose(device, tmp_path):
-    op, cfg, x = layered()["three"]
+    op, cfg, x = layered()["shared"]
     params = op.init(cfg, key=random.key(0), dtype=torch.float32)
     both = fit(op, cfg, x, 10**9, codecs=("int8",), places={Offload(): 1e9, Disk(tmp_path): 1e8}).tried
     moved = [one for one in both if one.moved_bytes]

@@ -251,7 +251,7 @@ def test_an_action_on_a_step_is_short_for_its_fields(action, device):
 @pytest.mark.parametrize("blocks", ["inputs", "offloaded"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rule_keeps_some_layers_whole_where_the_others_keep_their_inputs(name, blocks, device):
-    """As if a rule let the others run again."""
+    """They keep what they would if a rule let the others run again."""
     op, cfg, params, x, dy = made(name, None)
     where, times = next((step.name + "." for step in getattr(cfg, "steps", ()) if step.op is repeat), ""), times_of(op, cfg)
     wanted = op.bwd(op.fwd(params, x, cfg)[1], dy, cfg)
