@@ -172,3 +172,15 @@ def test_residuals_that_recompute_y_alone_give_no_gradient(case):
     found, _ = case.op.dgrad(case.op.fwd(params, x, case.cfg)[1], dy, case.cfg)
     assert pending is None and all(t is None for t in leaves(dx))
     assert dx is None if isinstance(found, torch.Tensor) else same_structure(dx, nothing_like(found))
+
+
+RECOMPUTED = {case.op.name: case for case, dtype in CASES if case.op.recompute is not None and dtype is torch.float64}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_residuals_for_a_recomputation_alone_have_a_backward_without_gradients(name):
+    case = RECOMPUTED[name]
+    y, kept = case.op.fwd(*case.make(torch.float64), case.cfg, needs=Needs.NONE.with_recompute())
+    dparams, dx = case.op.bwd(kept, float_like(y, 0), case.cfg)
+    found, pending = case.op.dgrad(kept, float_like(y, 0), case.cfg)
+    assert [t for t in leaves((dparams, dx, found, case.op.wgrad(pending, case.cfg))) if t is not None] == []

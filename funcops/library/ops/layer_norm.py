@@ -35,7 +35,7 @@ from funcops.engine.contract.accumulators import accumulate
 from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, recompute_of, wgrad_of
-from funcops.engine.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved, static
+from funcops.engine.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, WGRAD, Pending, Residuals, saved, static
 from funcops.engine.errors import check, describe, require
 from funcops.engine.trees import leaf, tree
 from funcops.library.kernels import norm as kernels
@@ -132,10 +132,10 @@ def layer_norm_dgrad(residuals: LayerNormResiduals, dy: Tensor, cfg: LayerNormCo
     """dx: [*, *D], and the pending sums for dw and db."""
     x, w, needs, dim = residuals.x, residuals.weight, residuals.needs, cfg.dim
     db = cfg.bias and needs.param("bias")
-    if x is None:
+    if residuals.like is not None:
         check("layer_norm_dgrad", "dy", dy, *residuals.like)
         db_parts = kernels.row_sums(flat(dy, dim)) if db else None
-        return None, LayerNormPending.keep(cfg, needs, db_parts=db_parts, weight_dtype=residuals.weight_dtype)
+        return NO_GRADIENT, LayerNormPending.keep(cfg, needs, db_parts=db_parts, weight_dtype=residuals.weight_dtype)
     check("layer_norm_dgrad", "dy", dy, x.shape, x.dtype, x)
     dx, dw_parts, db_parts = kernels.layer_norm_bwd(
         flat(dy, dim),
