@@ -257,7 +257,7 @@ def layered():
 
 
 @pytest.mark.turns("name")
-@pytest.mark.parametrize("name", layered())
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "decoder" else ()) for name in layered()])
 def test_a_budget_is_the_bytes_of_a_report(name):
     """Under drawn budgets the pick keeps what a report says, within the budget, and no policy that fits recomputes less."""
     (op, cfg, x), rng = layered()[name], pyrandom.Random(name)
