@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import itertools
 import sys
 from collections.abc import Iterable
 from typing import get_type_hints
@@ -22,10 +23,14 @@ from triton import knobs
 from benchmarks.choices import choices
 from benchmarks.kernel_calls import KernelCall, Maker, kernel_calls
 from benchmarks.measure import BenchError
+from benchmarks.standard_models import MODELS, step
 from funcops.engine.backend import backend, gemm
 from funcops.engine.backend.aot import COMPILER, TARGETS, Build, inspect, name_of, stubbed, takes_descriptors
 from funcops.engine.backend.fingerprint import fingerprint
 from funcops.engine.backend.launch import Launched, launched_kernels, planned_launches
+from funcops.engine.backend.shared import shared_memory
+from funcops.library.kernels.triton.gemm_specialised import specialised_shared_of
+from funcops.library.kernels.triton.gemm_table import SPECIALISED
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -48,8 +53,8 @@ def run(target: list[str] | None = None, changed: str | None = None) -> list[Bui
 
 
 def plan(target: str) -> list[Launched]:
-    """The launches of every call in every dtype on `target`, and of every choice for a matrix product or a norm, one for each
-    specialisation. Compiles none of them."""
+    """The launches of every call in every dtype on `target`, of every choice for a matrix product or a norm, and of a step of each
+    standard model, one for each specialisation. Compiles none of them."""
     if knobs.runtime.interpret:
         raise BenchError("bench aot: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
     with stubbed(TARGETS[target].gpu), planned_launches() as found, backend("triton"):
@@ -62,6 +67,9 @@ def plan(target: str) -> list[Launched]:
                             call.kernel(*call.args)
             for choice in choices(dtype) if dtype is not torch.float16 else ():  # float16 has bfloat16's choices
                 choice()
+        for model, provider in itertools.product(MODELS, ("auto", "triton")):
+            with gemm(provider):
+                step(model)
         return found
 
 
@@ -87,6 +95,12 @@ def read(path: str) -> list[Build]:
 
 
 def never_built(found: Iterable[Launched], target: str) -> set[str]:
-    """Kernels with a launcher that `target` can run, but without a launch: their call is missing."""
-    able = [kernel for kernel in launched_kernels() if TARGETS[target].descriptors or not takes_descriptors(kernel)]
-    return {name_of(kernel) for kernel in able} - {name_of(launched.kernel) for launched in found}
+    """Kernels with a launcher that `target` can run, but without a launch: their call is missing. A product with specialised warps
+    runs where the smaller of its tiles fits."""
+    able = {name_of(kernel) for kernel in launched_kernels() if TARGETS[target].descriptors or not takes_descriptors(kernel)}
+    with stubbed(TARGETS[target].gpu):
+        memory = shared_memory()
+    _, (m, n, k, _, stages, _) = SPECIALISED
+    if specialised_shared_of(m, n, k, stages, 2, 2, memory) > memory.limit:
+        able -= {"gemm_specialised.specialised"}
+    return able - {name_of(launched.kernel) for launched in found}

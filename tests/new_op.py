@@ -53,7 +53,8 @@ def write_tables(root: Path = ROOT) -> None:
     """Write the tables in which a test looks up the new kernels and defaults."""
     results = root / "docs" / "benchmarks"
     tables = [f"-m benchmarks {name} --changed {results}/{name}.csv --csv {results}/{name}.csv" for name in ("aot", "traffic")]
-    tables += [f"-m benchmarks unconfirmed --page {results}/unconfirmed.md", "tests/contract/test_promised_defaults.py"]
+    tables += [f"-m benchmarks cards --page {root}/docs/cards.md", f"-m benchmarks unconfirmed --page {results}/unconfirmed.md"]
+    tables += ["tests/contract/test_promised_defaults.py"]
     path = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
     for table in tables:
         env = {key: value for key, value in os.environ.items() if not key.startswith("TRITON")} | {"PYTHONPATH": path}

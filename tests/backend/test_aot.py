@@ -42,7 +42,8 @@ from funcops import (
 from funcops.engine.backend.aot import COMPILER, TARGETS, config_of, inspect, name_of, stubbed
 from funcops.engine.backend.fingerprint import fingerprint
 from funcops.engine.backend import backend
-from funcops.engine.backend.launch import compiled_launches, launcher, planned_launches
+from funcops.engine.backend.launch import compiled_launches, launcher, need_of, planned_launches
+from funcops.engine.backend.shared import shared_memory
 from benchmarks.aot import never_built, plan, read
 from benchmarks.choices import norms, recipes, scaled_product
 from funcops.library.kernels import quantize, quantize_after
@@ -117,21 +118,31 @@ def built(launched, target):
 known = {row.hash for row in read(table)}  # of any Triton; what is built is held to limits, and compared where it is the table's
 draw = random.Random(seed)
 found = {"targets": chosen, "compiler": COMPILER}
-found |= {"planned": [], "built": [], "missing": [], "races": [], "products": [], "norms": [], "recipes": []}
+found |= {"planned": [], "built": [], "missing": [], "races": [], "products": [], "norms": [], "recipes": [], "needs": []}
+
+def declared(launched):
+    # what a launch declares to need of shared memory
+    need = need_of(launched.kernel)
+    return None if need is None else need(launched.arguments, launched.stages, shared_memory())
+
 for target in chosen:
     planned = plan(target)
     hashes = [fingerprint(launched, target) for launched in planned]
     found["planned"] += [(h, name_of(p.kernel), config_of(p), target) for h, p in zip(hashes, planned)]
     found["missing"] += never_built(planned, target)
+    with stubbed(TARGETS[target].gpu):
+        found["needs"] += [(h, target, name_of(p.kernel), declared(p)) for h, p in zip(hashes, planned)]
     old = [launched for h, launched in zip(hashes, planned) if h in known]
     new = [launched for h, launched in zip(hashes, planned) if h not in known]
     with stubbed(TARGETS[target].gpu), planned_launches() as products:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             drawn_products(dtype)
+        found["needs"] += [("", target, name_of(p.kernel), declared(p)) for p in products]
     found["products"] += [(name_of(p.kernel), config_of(p), target, p.key[-2]) for p in products]
     with stubbed(TARGETS[target].gpu), planned_launches() as launches, backend("triton"):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             drawn_norms(dtype)
+        found["needs"] += [("", target, name_of(p.kernel), declared(p)) for p in launches]
     found["norms"] += [(name_of(p.kernel), config_of(p), target, p.key[-2]) for p in launches]
     with stubbed(TARGETS[target].gpu), planned_launches() as launches, backend("triton"):
         drawn_recipes()
@@ -194,28 +205,37 @@ def found(tmp_path_factory):
     return found
 
 
+def spills_on_sm_90(build):
+    """The one build that does: a LayerNorm's backward of 1,024 numbers that adds a residual's gradient and makes the output again,
+    as GPT-2's. With one stage it has registers enough, but waits for every load: no device has said which is faster."""
+    words = (
+        "ADD=True CENTRE=True WEIGHT=True SHIFTED=False BIAS=True NORMED=True DX=True DW=True DB=True AGAIN=False STAGES=3 ROWS=8"
+    )
+    return build["kernel"] == "norm_kernels.backward" and f"{words} BLOCK=1024" in build["config"] and build["spills"] <= 72
+
+
 def within_limits(build):
     from funcops.engine.backend.aot import TARGETS
 
     target = build["target"]
     assert build["shared"] <= TARGETS[target].shared_limit, build
-    assert target != "sm_90" or build["spills"] == 0, build
+    assert target != "sm_90" or build["spills"] == 0 or spills_on_sm_90(build), build
     multiplies = build["kernel"].startswith("gemm") and build["kernel"] != "gemm.after" or build["kernel"] in OF_EXPERTS
     if multiplies and build["config"].startswith(("bfloat16", "float16")):
         assert build["matrix"] and (target != "sm_90" or "HGMMA" in build["matrix"]), build
     if build["kernel"] == "scaled_mm.product":
         assert set(build["matrix"].split(", ")) & multipliers(target, build["config"]), build
     if build["kernel"].startswith(("quantize", "scaled_mm")):
-        assert target not in ("sm_90", "sm_100") or not build["spills"], build
+        assert target not in ("sm_90", "sm_100", "sm_120") or not build["spills"], build
     if build["kernel"].startswith(("grouped", "experts")):
-        assert target == "gfx942" or not build["spills"], build
+        assert target in ("gfx942", "gfx950", "sm_120") or not build["spills"], build
 
 
 def multipliers(target, config):
     """The tensor-core opcodes of products of codes: Hopper multiplies codes with MX scales as bfloat16."""
     if target == "sm_90":
         return {"HGMMA"} if "KIND=e8m0" in config else {"QGMMA"}
-    return {"UTCOMMA"} if "A=e2m1 B=e2m1" in config else {"UTCQMMA"}
+    return {("UTC" if target == "sm_100" else "") + ("OMMA" if "A=e2m1 B=e2m1" in config else "QMMA")}
 
 
 def wrong_rows(planned, table, compiler):
@@ -247,6 +267,20 @@ def test_the_committed_table_is_of_these_kernels(found):
     assert not missing and not over, (
         f"{TABLE.name} lacks {len(missing)} rows and has {len(over)} too many; `make aot` mends it: {missing[:3]} {over[:3]}"
     )
+
+
+def test_launches_declare_enough_shared_memory_and_no_more_than_a_card_has(found):
+    """At least what the compiler takes; so what is planned within a card's memory compiles within it. Every kernel that exceeded
+    the memory of a card declares its need."""
+    taken = {row["hash"]: row["shared"] for row in rows()} | {build["hash"]: build["shared"] for build in found["built"]}
+    declaring = [row for row in found["needs"] if row[-1] is not None]
+    for known, target, kernel, need in declaring:
+        assert taken.get(known, 0) <= need <= TARGETS[target].shared_limit, (kernel, target, known, need)
+    assert {kernel for _, _, kernel, _ in declaring} == {
+        *("gemm.descriptor", "gemm_specialised.specialised", "scaled_mm.product", "slot_attention.slots"),
+        *("norm_kernels.backward", "norm_odd.forward"),
+    }
+    assert len(declaring) > 150 * len(found["targets"])
 
 
 def choice_of(kernel, config, target, warps):
@@ -294,7 +328,7 @@ def test_no_recipe_makes_a_choice_without_a_row(found):
 
 
 def test_products_of_codes_use_tensor_cores():
-    """Every pair of elements and kind of scales, on Hopper and Blackwell."""
+    """Every pair of elements and kind of scales, on Hopper and both Blackwells."""
     seen = {}
     for row in rows():
         words = dict(word.split("=", 1) for word in row["config"].split() if "=" in word)
@@ -302,8 +336,9 @@ def test_products_of_codes_use_tensor_cores():
             seen.setdefault((row["target"], words["KIND"]), set()).add((words["A"], words["B"], row["matrix"]))
     eights = [(a, b) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")]
     want = {("sm_90", kind): {(*pair, "QGMMA") for pair in eights} for kind in ("pow2", "float32")}
-    want |= {("sm_100", kind): {(*pair, "UTCQMMA") for pair in eights} for kind in ("pow2", "float32", "e8m0")}
-    want |= {("sm_100", "e4m3"): {("e2m1", "e2m1", "UTCOMMA")}}
+    for target, of in (("sm_100", "UTC"), ("sm_120", "")):
+        want |= {(target, kind): {(*pair, f"{of}QMMA") for pair in eights} for kind in ("pow2", "float32", "e8m0")}
+        want |= {(target, "e4m3"): {("e2m1", "e2m1", f"{of}OMMA")}}
     assert seen == want
 
 
@@ -343,7 +378,7 @@ def test_a_device_that_lacks_a_format_says_so(found):
     wanted = "scaled_mm: device must be of sm_{} or later for {} products of {} by {} (or emulate=True), got {}"
     eight = [("90", "8-bit", "e4m3", "e5m2"), ("90", "8-bit", "e4m3", "e4m3")]
     few = [("100", "MX", "e4m3", "e4m3"), ("100", "NVFP4", "e2m1", "e2m1")]
-    assert found["refused"].pop("sm_100") == [""] * 4
+    assert found["refused"].pop("sm_100") == found["refused"].pop("sm_120") == [""] * 4
     assert found["refused"].pop("sm_90") == ["", "", *(wanted.format(*words, "sm_90") for words in few)]
     for target, messages in found["refused"].items():
         assert messages == [wanted.format(*words, target) for words in eight + few]
@@ -464,12 +499,13 @@ def test_a_kernel_takes_descriptors_or_makes_them(kernel, takes):
 def test_a_build_is_read_by_the_tools_of_its_target(target, tools, monkeypatch):
     monkeypatch.setattr(aot, "fingerprint", lambda launched, target: f"hash for {target}")
     said = "\tv_mfma_f32_32x32x8_bf16 v0\n\ts_endpgm \n .vgpr_count: 50\n .vgpr_spill_count: 1\n .sgpr_spill_count: 2\n"
-    asm = {"amdgcn": said} if target == "gfx942" else {"cubin": elf(160), "ptx": "mma"}
+    amd = target.startswith("gfx")
+    asm = {"amdgcn": said} if amd else {"cubin": elf(160), "ptx": "mma"}
     compiled = SimpleNamespace(asm=asm, metadata=SimpleNamespace(num_warps=8, shared=4096))
     build = aot.inspect(Launched(kernel_of("BLOCK"), (1, 1, 1), {"BLOCK": 64}, (), compiled), target)
-    read = (50, 4096, 12, "v_mfma_f32_32x32x8_bf16", 2) if target == "gfx942" else (40, 4096, 24, "HGMMA, HMMA", 10)
+    read = (50, 4096, 12, "v_mfma_f32_32x32x8_bf16", 2) if amd else (40, 4096, 24, "HGMMA, HMMA", 10)
     assert build == ("norm.forward", "BLOCK=64", target, 8, *read, f"hash for {target}", f"triton {triton.__version__}")
-    assert bool(tools) is (target != "gfx942")
+    assert bool(tools) is not amd
 
 
 def test_a_stub_is_the_driver_in_its_block_and_a_device_of_its_own():

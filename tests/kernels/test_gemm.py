@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funcops.engine.backend import backend, gemm
+from funcops.engine.backend.shared import HOPPER, SharedMemory
 from funcops.engine.trees import tree_map_tensors
 from funcops.library.kernels import fused_linear, linear
 from funcops.library.kernels.activation import ACTIVATIONS
@@ -17,7 +18,8 @@ from funcops.testing.tolerances import assert_close
 pytest.importorskip("triton")
 from funcops.library.kernels.triton import matmul as products  # noqa: E402
 from funcops.library.kernels.triton.common import cdiv, next_power_of_2  # noqa: E402
-from funcops.library.kernels.triton.gemm_table import TABLE, Choice, Tile, choose  # noqa: E402
+from funcops.library.kernels.triton.gemm import shared_of  # noqa: E402
+from funcops.library.kernels.triton.gemm_table import DEEP, SQUARE, TABLE, WIDE, Choice, Tile, choose  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
@@ -56,7 +58,7 @@ def test_splits_keep_apart_whatever_the_number_of_programs(programs, monkeypatch
     """If slices overlapped, the result would still be right if the right tile is written last."""
     a, b = draw(136, 100, dtype=torch.float32), draw(100, 24, dtype=torch.float32, seed=1)
     want = a.double() @ b.double()
-    monkeypatch.setattr(products, "device_facts", lambda: (True, programs))
+    monkeypatch.setattr(products, "device_facts", lambda: products.Facts(True, programs, HOPPER))
     monkeypatch.setattr(products, "number_of_splits", lambda tiles, k: 3)
     for kernel in KERNELS.values():
         assert_close(product(a, b, kernel), want, dtype=torch.float32)
@@ -275,9 +277,46 @@ def test_products_of_any_size_are_left_to_the_library_unless_they_add_another_te
             assert products.left_to_library(family, dtype, 4096, columns) != ours, family
 
 
+# by the memory of a program: sm_90, an sm_120, and a device of less
+MEMORIES = HOPPER, SharedMemory(101_376, True, False), SharedMemory(65_536, True, False)
+TILES = {  # of "added" of 16 bits, of a sum into float32, and of the float32 parts of a split product, in these
+    "added": (WIDE, SQUARE, SQUARE._replace(n=64, stages=2)),
+    "accumulate": (DEEP, SQUARE._replace(stages=2), SQUARE._replace(n=64, stages=2)),
+    "split": (SQUARE, SQUARE._replace(stages=2), SQUARE._replace(n=64, stages=2)),
+}
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+def test_a_tile_over_descriptors_is_of_the_size_that_the_device_holds(memory, monkeypatch):
+    """A product whose tile in the table is too large is left to the library, unless ours is requested. Splits depend on shapes
+    alone, and so do the bits of a sum. Warps are not specialised there."""
+    facts, size, place = products.Facts(True, 4, memory), (4096, 4096), MEMORIES.index(memory)
+
+    def plan(family, into, k, specialised=False, sums=False):
+        strides = (k, 1), (1, k)
+        of = torch.bfloat16, into, (size[0], k), strides[0], size[1], strides[1], family, sums, True, facts, specialised, None
+        return products.plan_of(*of)
+
+    for family, into in (("added", torch.bfloat16), ("accumulate", torch.float32)):
+        tile = plan(family, into, 512).tile
+        assert tile == TILES[family][place] and plan(family, into, 512).described
+        needed = shared_of(tile.m, tile.n, tile.k, tile.stages, 2, into.itemsize, memory)
+        assert needed <= memory.limit
+    size = 512, 512
+    split = plan("none", torch.bfloat16, 16384)
+    assert split.tile == TILES["split"][place] and split.splits == 8
+    assert plan("added", torch.bfloat16, 512, specialised=True).specialised is (memory == HOPPER)
+    assert not plan("added", torch.bfloat16, 512, specialised=True, sums=True).tile.specialised
+    monkeypatch.setattr(products, "device_facts", lambda: facts)
+    with gemm("auto"):
+        assert products.left_to_library("added", torch.bfloat16, 4096, 4096) is (memory != HOPPER)
+    with gemm("triton"):
+        assert not products.left_to_library("added", torch.bfloat16, 4096, 4096)
+
+
 def test_ours_is_taken_where_another_tensor_is_added(monkeypatch):
     """The table says which: ours needs tensor descriptors, and 16-bit dtypes."""
-    monkeypatch.setattr(products, "device_facts", lambda: (True, 4))
+    monkeypatch.setattr(products, "device_facts", lambda: products.Facts(True, 4, HOPPER))
 
     def empty(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -294,7 +333,7 @@ def test_ours_is_taken_where_another_tensor_is_added(monkeypatch):
     with gemm("auto"):
         assert all(left(**one) for one in of) and not any(left(**one) for one in added)
         assert left(torch.float32, add="another") and left(n=1001, add="another")
-        monkeypatch.setattr(products, "device_facts", lambda: (False, 4))
+        monkeypatch.setattr(products, "device_facts", lambda: products.Facts(False, 4, HOPPER))
         assert all(left(**one) for one in added)
     for provider in ("auto", "cublas", "triton"):
         with gemm(provider):

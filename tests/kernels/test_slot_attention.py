@@ -140,3 +140,20 @@ def test_heads_that_kernels_lack_are_left_to_torch(by, size, width):
         y = slot_attention_fwd(q, k, v, ends - 1, ends, None, None, width, 0, 0, 0.0, False, 1.0)
     want = torch.stack([v[row, :, :end].mean(1).repeat_interleave(2, 0) for row, end in enumerate((5, 3))])[:, None]
     assert_close(y, want, dtype=torch.float32)
+
+
+def test_a_program_takes_as_many_rows_as_the_device_holds(monkeypatch):
+    """The least that it needs is a row of q, keys and values with one stage; where loads do not go on meanwhile, one factor."""
+    from funcops.engine.backend.shared import HOPPER, SharedMemory
+    from funcops.library.kernels.triton import slot_attention as module
+
+    latents, many = (512, 64, 512), module.TILES[2, 512][True]
+    for memory, rows in (
+        *((HOPPER, 64), (SharedMemory(166_912, True, False), 64), (SharedMemory(101_376, True, False), 32)),
+        *((SharedMemory(65_536, False, False), 64), (SharedMemory(32_768, False, False), 32)),
+    ):
+        monkeypatch.setattr(module, "shared_memory", lambda memory=memory: memory)
+        tile = module.tile_of(2, latents, True, True)
+        assert tile == many._replace(rows=rows, stages=many.stages if memory.copies else 1)
+        assert module.shared_of(rows, tile.keys, latents, True, 2, 1, memory) <= memory.limit
+        assert rows == 64 or module.shared_of(2 * rows, tile.keys, latents, True, 2, 1, memory) > memory.limit

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import funcops.library.kernels.triton as kernels
+from funcops.engine.backend import shared
 from funcops.library.kernels.triton import common, matmul, scaled_attention, scored_attention
 
 
@@ -42,7 +43,8 @@ class Device:
 
     def __init__(self, backend, arch, warp_size):
         self.target = types.SimpleNamespace(backend=backend, arch=arch, warp_size=warp_size)
-        self.utils = types.SimpleNamespace(get_device_properties=lambda device: {"multiprocessor_count": 100 + device})
+        found = {"multiprocessor_count": 107, "max_shared_mem": 65536}
+        self.utils = types.SimpleNamespace(get_device_properties=lambda device: found if device == 7 else None)
 
     def get_current_device(self):
         return 7
@@ -61,11 +63,11 @@ DEVICES = {  # whether loads go on while a program computes, the most warps, whe
 @pytest.mark.parametrize("name", DEVICES)
 def test_launches_are_chosen_by_what_a_device_has(name, monkeypatch):
     device, copies, warps, described = DEVICES[name]
-    for module in (common, matmul):
+    for module in (common, matmul, shared):
         monkeypatch.setattr(module, "IN_INTERPRETER", False)
         monkeypatch.setattr(module, "driver", types.SimpleNamespace(active=device))
     assert common.copies_by_itself() is copies and common.most_warps() == warps
-    assert matmul.device_facts() == (described, 107)
+    assert matmul.device_facts() == (described, 107, (65536, copies, described))
     for module, decodes in ((scored_attention, False), (scaled_attention, True)):
         for (which, bytes_of), of in module.TILES.items():
             size, dtype = max(of), torch.bfloat16 if bytes_of == 2 else torch.float32

@@ -3,6 +3,8 @@
 import functools
 import importlib
 import re
+import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -402,3 +404,40 @@ def test_a_device_that_lacks_the_formats_is_refused(monkeypatch):
     module.check_params("qlinear_fwd", params, OnCuda, QLinearConfig(32, 32, Fp8Block(emulate=True)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     module.check_params("qlinear_fwd", params, OnCuda, cfg)
+
+
+def test_a_device_of_rocm_is_refused(monkeypatch):
+    """No kernel multiplies codes there, though its capability is (9, 4)."""
+    module = importlib.import_module("funcops.library.ops.coded_linear")
+    monkeypatch.setattr(module, "check", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    x = types.SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.float32)
+    params = qlinear.init(QLinearConfig(32, 32, Fp8Current()), key=random.key(0))
+    module.check_params("qlinear_fwd", params, x, QLinearConfig(32, 32, Fp8Block()))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for recipe in (Fp8Block(), Fp8Current()):
+        with pytest.raises(RuntimeError, match=r"x must be on a CUDA device of capability .* emulate=True.*, got a device of ROCm"):
+            module.check_params("qlinear_fwd", params, x, QLinearConfig(32, 32, recipe))
+    module.check_params("qlinear_fwd", params, x, QLinearConfig(32, 32, Fp8Block(emulate=True)))
+
+
+@pytest.mark.parametrize("fwd", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("bwd", ["e4m3", "e5m2"])
+def test_a_device_of_89_needs_a_library_that_multiplies_the_codes(fwd, bwd, monkeypatch):
+    """It has no kernel of ours, and the library has no product of e5m2 by e5m2."""
+    recipe = Fp8Current(fwd=fwd, bwd=bwd)
+    assert recipe.capability == ((9, 0) if fwd == "e5m2" else (8, 9)) and Fp8Current.capability == (8, 9)
+    module = importlib.import_module("funcops.library.ops.coded_linear")
+    monkeypatch.setattr(module, "check", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    x = types.SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.float32)
+    params = qlinear.init(QLinearConfig(32, 32, recipe), key=random.key(0))
+    for served in (False, True):
+        monkeypatch.setattr(module, "SERVED", served)
+        module.check_params("qlinear_fwd", params, x, QLinearConfig(32, 32, Fp8Current(fwd=fwd, bwd=bwd, emulate=True)))
+        said = r"capability \(9, 0\) or above" if fwd == "e5m2" else "torch must be of CUDA 12.9 or later.*emulate=True"
+        passes = served and fwd == "e4m3"
+        with nullcontext() if passes else pytest.raises(RuntimeError, match=said):
+            module.check_params("qlinear_fwd", params, x, QLinearConfig(32, 32, recipe))

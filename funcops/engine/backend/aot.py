@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from funcops.engine.backend.fingerprint import fingerprint
 from funcops.engine.backend.launch import Launched, use_driver
-from funcops.engine.errors import short
+from funcops.engine.errors import require, short
 
 __all__ = ["COMPILER", "TARGETS", "TOOLS", "Build", "inspect", "name_of", "stubbed", "takes_descriptors"]
 
@@ -49,9 +49,13 @@ class Target(NamedTuple):
 
 TARGETS = {
     "sm_80": Target(GPUTarget("cuda", 80, 32), 166912, False),
+    "sm_86": Target(GPUTarget("cuda", 86, 32), 101376, False),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), 101376, False),
     "sm_90": Target(GPUTarget("cuda", 90, 32), 232448, True),
     "sm_100": Target(GPUTarget("cuda", 100, 32), 232448, True),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 101376, True),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65536, False),
+    "gfx950": Target(GPUTarget("hip", "gfx950", 64), 163840, False),
 }
 
 
@@ -80,13 +84,14 @@ class _Read(NamedTuple):
 
 
 class _Utils:
+    limits: ClassVar[dict[int, int]] = {}  # of shared memory, by device
+
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         # module, function, registers, spills, threads: Triton refuses a kernel with more threads than the last
         return 0, 1, 32, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        # the most of all targets: a kernel that is too big for another one is built, and a test finds it
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132}
+        return {"max_shared_mem": self.limits[device], "multiprocessor_count": 132}
 
 
 class _Launch:
@@ -98,14 +103,17 @@ class _Launch:
 
 
 class StubDriver:
-    """A driver that compiles for `target` and launches nothing. Each instance is its own device: Triton caches compiled kernels per
-    device."""
+    """A driver that compiles for the GPU of one of `TARGETS`, with its shared memory, and launches nothing. Each instance is its
+    own device: Triton caches compiled kernels per device."""
 
     launcher_cls, utils, stands_in = _Launch, _Utils(), True
     _numbers = itertools.count(1000)  # above the numbers of real devices
 
     def __init__(self, target: GPUTarget) -> None:
         self.target, self.number = target, next(self._numbers)
+        limits = [known.shared_limit for known in TARGETS.values() if known.gpu == target]
+        require(limits != [], "StubDriver", "target", f"the GPU of one of {', '.join(TARGETS)}", target)
+        _Utils.limits[self.number] = limits[0]
 
     def get_current_device(self) -> int:
         return self.number

@@ -12,6 +12,10 @@ generates, once from the kernel's parameters, a function whose cache key is all 
 together with num_warps, num_stages and the device. A miss compiles and launches through Triton; a hit goes straight to
 the compiled kernel. If launch hooks are set (a profiler's), and in the interpreter, every call goes through Triton.
 
+The stages of a launch, `num_stages` or a constexpr STAGES, are the most that it may have: it has fewer where the device's shared
+memory (`engine.backend.shared`) does not hold as many. What a kernel declares to need is asked before it is compiled; a kernel
+that declares nothing is compiled again with fewer stages until it fits.
+
 On an NVIDIA device a hit hands over addresses instead of tensors, past the launcher object, because Triton would ask the driver
 about every tensor again, and keeps the descriptors that it encoded. A launch with a tensor in the host's memory has a key of its
 own, and goes through Triton's check of it every time.
@@ -29,17 +33,19 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
+from funcops.engine.backend.shared import Need, shared_memory
 from funcops.engine.backend.source import compile_source
 from funcops.engine.errors import fail
 
-__all__ = ["MOST", "Launched", "compiled_launches", "launched_kernels", "launcher", "planned_launches"]
+__all__ = ["MOST", "Launched", "compiled_launches", "launched_kernels", "launcher", "need_of", "planned_launches"]
 
 
 @functools.cache
@@ -107,13 +113,42 @@ class Launched(NamedTuple):
     key: tuple[Any, ...]
     compiled: Any
 
+    @property
+    def stages(self) -> int:
+        return int(self.arguments.get("STAGES", self.key[-1]))
+
+    def with_fewer_stages(self) -> Launched:
+        """This launch with one stage less."""
+        key, fewer = list(self.key), self.stages - 1
+        if "STAGES" not in self.arguments:
+            return self._replace(key=(*key[:-1], fewer))
+        key[list(self.arguments).index("STAGES")] = fewer
+        return self._replace(key=tuple(key), arguments={**self.arguments, "STAGES": fewer})
+
+    def fitting(self, need: Optional[Need]) -> Launched:
+        """This launch with the most stages whose declared need the current device's shared memory holds."""
+        memory, found = shared_memory(), self
+        while need is not None and found.stages > 1 and need(found.arguments, found.stages, memory) > memory.limit:
+            found = found.with_fewer_stages()
+        return found
+
     def compile(self) -> Launched:
-        """Compile this launch on the active driver, which must be stubbed, because Triton launches what it compiles."""
+        """Compile this launch on the active driver, with fewer stages if it exceeds the device's shared memory. If nobody asks for
+        its results, the driver must be stubbed, because Triton launches what it compiles."""
         *_, num_warps, num_stages = self.key
-        return self._replace(compiled=self.kernel[self.grid](*self.arguments.values(), num_warps=num_warps, num_stages=num_stages))
+        try:
+            given = self.arguments.values()
+            return self._replace(compiled=self.kernel[self.grid](*given, num_warps=num_warps, num_stages=num_stages))
+        except OutOfResources as error:
+            if error.name != "shared memory":
+                raise
+            if self.stages <= 1:
+                where, wanted = f"kernel {self.kernel.__name__.lstrip('_')}", f"at most the device's {error.limit:,} bytes"
+                fail(where, "shared memory", f"{wanted}: pass smaller blocks", f"{error.required:,} bytes", RuntimeError)
+        return self.with_fewer_stages().compile()
 
 
-_launchers: list[tuple[Any, dict[Any, Any]]] = []  # kernels and their caches
+_launchers: list[tuple[Any, dict[Any, Any], Optional[Need]]] = []  # kernels, their caches, and what they declare to need
 _scopes: list[dict[str, Any]] = []  # of the launchers
 _collected: list[Launched] | None = None
 _planning = False
@@ -136,39 +171,45 @@ def _collecting(found: list[Launched], *, planning: bool) -> Iterator[list[Launc
     before = _collected, _planning
     _collected, _planning = found, planning
     # a launch that hits its cache would not be collected
-    for _, cache in _launchers:
+    for _, cache, _ in _launchers:
         cache.clear()
     try:
         yield found
     finally:
         _collected, _planning = before
         # what a plan put there runs nothing, and must not outlive it
-        for _, cache in _launchers:
+        for _, cache, _ in _launchers:
             cache.clear()
 
 
 def launched_kernels() -> list[Any]:
     """The kernels with a launcher in the families imported so far."""
-    return [kernel for kernel, _ in _launchers]
+    return [kernel for kernel, *_ in _launchers]
 
 
-def launcher(kernel: Any) -> Callable[..., None]:
+def need_of(kernel: Any) -> Optional[Need]:
+    """The need of shared memory that a kernel declares; None if it declares none."""
+    return next(need for known, _, need in _launchers if known is kernel)
+
+
+def launcher(kernel: Any, shared: Optional[Need] = None) -> Callable[..., None]:
     """`launch(gx, gy, gz, *arguments, num_warps=4, num_stages=3)`, the arguments in the kernel's own order, constexprs
-    included. The tensors must be on the current device."""
+    included. The tensors must be on the current device. `shared(arguments, stages, memory)`: at least the bytes of shared memory
+    that a launch takes, from the arguments by name and the device's `SharedMemory`."""
     if not isinstance(kernel, JITFunction):
         return _interpreted(kernel)
     cache: dict[Any, Any] = {}
-    _launchers.append((kernel, cache))
+    _launchers.append((kernel, cache, shared))
     names = [parameter.name for parameter in kernel.params]
 
     def miss(key: Any, told: Any, grid: Any, arguments: Any) -> None:
-        launched = Launched(kernel, grid, dict(zip(names, arguments, strict=True)), told, None)
+        launched = Launched(kernel, grid, dict(zip(names, arguments, strict=True)), told, None).fitting(shared)
         if not _planning:
             launched = launched.compile()
-        # with hooks every launch comes here, but each specialisation is collected once
-        if _collected is not None and key not in cache:
+        # with hooks every launch comes here, and some differ only in stages that the device does not have
+        if _collected is not None and key not in cache and not (shared and _has(_collected, launched)):
             _collected.append(launched)
-        compiled = launched.compiled
+        compiled, arguments = launched.compiled, tuple(launched.arguments.values())
         cache[key] = (_nothing, None, (), None) if _planning else _hit(compiled, arguments, len(described))
 
     described = [name for name in names if name.endswith("_desc")]
@@ -196,6 +237,10 @@ def launcher(kernel: Any) -> Callable[..., None]:
     launch: Any = compile_source(f"launch of {kernel.fn.__name__}", text, scope)["launch"]
     launch.cache = cache
     return launch
+
+
+def _has(collected: list[Launched], launched: Launched) -> bool:
+    return any([one.kernel is launched.kernel and one.key == launched.key for one in collected])
 
 
 def _calls(hook: Any) -> Any:

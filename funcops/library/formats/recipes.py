@@ -109,7 +109,11 @@ class Recipe:
         require(
             not self.delayed or col == [x, w, dy], where, "x_col, w_col, dy_col", "None with scales from earlier steps", "given"
         )
-        for left, right in PRODUCTS[: 2 if self.wgrad == "high" else 3]:
+        products = PRODUCTS[: 2 if self.wgrad == "high" else 3]
+        if any([formats[left].element == formats[right].element == "e5m2" for left, right in products]):
+            # a device of (8, 9) multiplies by CUDA's library, which has no product of e5m2 by e5m2
+            object.__setattr__(self, "capability", max(self.capability, (9, 0)))
+        for left, right in products:
             one, other = (plain if formats[n] == formats[plain := n.split("_")[0]] else n for n in (left, right))
             same = formats[left].kind == formats[right].kind or self.emulate
             wanted = f"of the kind of {other}'s, {formats[right].scales!r} (or emulate=True, which multiplies decoded operands)"
@@ -187,7 +191,8 @@ class Fp8Block(Recipe):
 @config
 class Fp8Current(Recipe):
     """One scale per tensor, from its current largest element, which costs another pass. `fwd` elements for x and w, `bwd` for dy.
-    `pow2`: scales that are powers of two. `amax_epsilon`: the least amax that a scale is made from.
+    `pow2`: scales that are powers of two. `amax_epsilon`: the least amax that a scale is made from. For sm_89, or with `fwd` "e5m2"
+    for sm_90.
 
     >>> from funcops.low_precision import Fp8Current
     >>> Fp8Current().x.tile, Fp8Current().x.element, Fp8Current().dy.element

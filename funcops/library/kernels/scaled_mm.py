@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Optional
 
+import torch
 from torch import Tensor, dtype
 
 from funcops.engine.backend import kernel, wide
 from funcops.library.kernels.quantize import decode_tiles, matrix
+
+# whether torch has CUDA's library for products of codes: of version 12.9 or later, by `torch.nn.functional.scaled_mm`
+SERVED = (
+    hasattr(torch.nn.functional, "ScalingType")
+    and torch.version.cuda is not None
+    and tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9)
+)
 
 
 @kernel()

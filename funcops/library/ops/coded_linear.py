@@ -25,6 +25,7 @@ from funcops.library.formats import QTensor, QWeight, check_quantized, turned
 from funcops.library.formats.recipes import Recipe
 from funcops.library.formats.scaled import Scaled, bits_of, join_amaxes
 from funcops.library.kernels.norm import sum_parts
+from funcops.library.kernels.scaled_mm import SERVED
 from funcops.library.ops._low_operands import (
     Largest,
     col_of,
@@ -254,8 +255,13 @@ def check_params(where: str, params: Any, x: Tensor, cfg: Any) -> None:
     if x.is_cuda and not recipe.emulate and torch.cuda.is_available():
         have = torch.cuda.get_device_capability(x.device)
         needed = f"of capability {recipe.capability} or above, or the recipe with emulate=True ({type(recipe).__name__})"
+        if torch.version.hip is not None and not groups:  # whose capability is a number of another kind
+            fail(where, "x", f"on a CUDA device {needed}", "a device of ROCm", RuntimeError)
         if have < recipe.capability:
             fail(where, "x", f"on a device {needed}", f"capability {have}", RuntimeError)
+        if not groups and (8, 9) <= have < (9, 0) and not SERVED:  # our own kernel begins with Hopper
+            needed = f"of CUDA 12.9 or later, whose library multiplies codes on capability {have}, or a recipe with emulate=True"
+            fail(where, "torch", needed, f"CUDA {torch.version.cuda}", RuntimeError)
 
 
 def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:

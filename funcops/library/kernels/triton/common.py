@@ -11,6 +11,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from funcops.engine.backend.shared import shared_memory
+
 IN_INTERPRETER = bool(knobs.runtime.interpret)
 INTERPRETED = tl.constexpr(IN_INTERPRETER)  # for kernels
 
@@ -65,7 +67,7 @@ def most_warps() -> int:
 
 def copies_by_itself() -> bool:
     """Whether loads can go to shared memory while a program computes."""
-    return IN_INTERPRETER or _target(driver.active.get_current_device(), driver.active).backend == "cuda"
+    return shared_memory().copies
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,12 +7,17 @@ split: each part writes a float32 slice of a workspace, and a second kernel sums
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from funcops.engine.backend.launch import launcher
+from funcops.engine.backend.shared import SharedMemory
 from funcops.library.kernels.triton.activation import activate, derivative
 from funcops.library.kernels.triton.common import INTERPRETED, load_wide, rounded, store_rounded
+
+BARRIERS = 1024  # bytes, at most, of the barriers of a pipeline
 
 
 @triton.jit
@@ -187,5 +192,16 @@ def _after(
     store_rounded(c_ptr + at, total, inside)
 
 
-launch_pointer, launch_descriptor, launch_sum_splits = launcher(_pointer), launcher(_descriptor), launcher(_sum_splits)
+def shared_of(m: int, n: int, k: int, stages: int, itemsize: int, out_itemsize: int, memory: SharedMemory) -> int:
+    """The bytes of shared memory of a product over descriptors: tiles of both factors, and the one that is stored."""
+    return memory.tiles(stages) * (m + n) * k * itemsize + m * n * out_itemsize + BARRIERS
+
+
+def _shared_of_launch(arguments: dict[str, Any], stages: int, memory: SharedMemory) -> int:
+    m, n, k = (arguments[f"BLOCK_{x}"] for x in "MNK")
+    return shared_of(m, n, k, stages, arguments["a_desc"].base.itemsize, arguments["c_desc"].base.itemsize, memory)
+
+
+launch_pointer, launch_sum_splits = launcher(_pointer), launcher(_sum_splits)
+launch_descriptor = launcher(_descriptor, shared=_shared_of_launch)
 launch_after = launcher(_after)

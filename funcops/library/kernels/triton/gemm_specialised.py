@@ -7,12 +7,17 @@ warps it silently does not). Descriptors made on the device take scratch memory 
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from funcops.engine.backend.launch import launcher
+from funcops.engine.backend.shared import SharedMemory
 from funcops.library.kernels.triton.common import rounded
-from funcops.library.kernels.triton.gemm import epilogue, product, tile_of
+from funcops.library.kernels.triton.gemm import epilogue, product, shared_of, tile_of
+
+HANDED = 16384  # bytes, at most, that warps hand to each other
 
 
 @triton.jit
@@ -41,4 +46,14 @@ def _specialised(
         c_desc.store([tile_m * BLOCK_M, tile_n * BLOCK_N], rounded(total, c_ptr.dtype.element_ty))
 
 
-launch_specialised = launcher(_specialised)
+def specialised_shared_of(m: int, n: int, k: int, stages: int, itemsize: int, out_itemsize: int, memory: SharedMemory) -> int:
+    """The bytes of shared memory of a specialised product: every stage has its tiles, on any device."""
+    return shared_of(m, n, k, stages, itemsize, out_itemsize, memory._replace(feeds=True)) + HANDED
+
+
+def _shared_of_launch(arguments: dict[str, Any], stages: int, memory: SharedMemory) -> int:
+    m, n, k = (arguments[f"BLOCK_{x}"] for x in "MNK")
+    return specialised_shared_of(m, n, k, stages, arguments["a_ptr"].itemsize, arguments["c_ptr"].itemsize, memory)
+
+
+launch_specialised = launcher(_specialised, shared=_shared_of_launch)

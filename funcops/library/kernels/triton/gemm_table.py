@@ -8,9 +8,12 @@ sm_90, within the shared memory of every target (`python -m benchmarks aot`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+AnyTile = TypeVar("AnyTile", bound=Any)  # with m, n and stages
 
 
 class Tile(NamedTuple):
@@ -20,6 +23,18 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     specialised: bool = False
+
+
+def fitting(tile: AnyTile, need: Callable[[AnyTile], int], limit: int) -> AnyTile:
+    """The tile itself, or the largest part of it that needs at most `limit` bytes of shared memory: with fewer stages, but two at
+    least; then with half of its longer side, its columns first. It has the same K at a time, so that sums have the same bits."""
+    part = tile
+    while part.m * part.n > 1:
+        for stages in range(part.stages, min(2, part.stages) - 1, -1):
+            if need(part._replace(stages=stages)) <= limit:
+                return part._replace(stages=stages)
+        part = part._replace(n=part.n // 2) if part.n >= part.m else part._replace(m=part.m // 2)
+    return tile
 
 
 class Choice(NamedTuple):

@@ -278,7 +278,8 @@ def grouped_product(
         plain = declared.grouped_product.kernel.torch_impl
         return plain(a, w, b, offsets, index, every, scales, transposed)  # type: ignore[no-any-return]
     if way == "descriptor" and (transposed or length % tile.k == 0):
-        tile = WIDE if tile is SQUARE and width > SQUARE.n else tile
+        # a device whose factors go through registers has none left for the wide sum
+        tile = WIDE if tile is SQUARE and width > SQUARE.n and device_facts().memory.feeds else tile
         w_desc = descriptor(_flat(w), tile.n if transposed else tile.k, tile.k if transposed else tile.n)
         _launch_described(
             min(device_facts()[1], tiles * cdiv(width, tile.n)), 1, 1,

@@ -12,10 +12,11 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from funcops.engine.backend.select import gemm_provider
+from funcops.engine.backend.shared import HOPPER, SharedMemory, shared_memory
 from funcops.library.kernels.triton.common import IN_INTERPRETER, block_of, cdiv, warps_of
-from funcops.library.kernels.triton.gemm import launch_after, launch_descriptor, launch_pointer, launch_sum_splits
-from funcops.library.kernels.triton.gemm_specialised import launch_specialised
-from funcops.library.kernels.triton.gemm_table import FUSED, SPECIALISED, Choice, Tile, choose
+from funcops.library.kernels.triton.gemm import launch_after, launch_descriptor, launch_pointer, launch_sum_splits, shared_of
+from funcops.library.kernels.triton.gemm_specialised import launch_specialised, specialised_shared_of
+from funcops.library.kernels.triton.gemm_table import FUSED, SPECIALISED, Choice, Tile, choose, fitting
 from funcops.library.kernels.triton.norm import add_parts, row_sums
 
 FEW_TILES, LONG, MOST_SPLITS, SUM_BLOCK, GROUP = 128, 4096, 8, 1024, 8
@@ -112,20 +113,25 @@ def matmul(a: Matrix, b: Matrix, out: Tensor, epilogue: Epilogue, choice: Option
 @functools.lru_cache(maxsize=4096)
 def plan_of(
     dtype: torch.dtype, into: torch.dtype, shape: tuple[int, int], a: tuple[int, int], n: int, b: tuple[int, int], family: str,
-    sums: bool, on_16_bytes: bool, facts: tuple[bool, int], specialised: bool, choice: Optional[Choice],
+    sums: bool, on_16_bytes: bool, facts: Facts, specialised: bool, choice: Optional[Choice],
 ) -> Plan:
     """The plan for A of `shape` with strides `a`, and B [K, n] with strides `b`. A training step asks for the same plans again and
     again, and making one takes longer than a launch."""
-    (m, k), (has_descriptors, multiprocessors) = shape, facts
+    (m, k), (has_descriptors, multiprocessors, memory) = shape, facts
     family = "accumulate" if family == "none" and into is not dtype else family  # a wide tile of float32 would not fit
     own, split = (choice or choose(name, dtype, m, n, _even(a) and _even(b)) for name in (family, "split"))
     described = own.descriptor is not None and has_descriptors and on_16_bytes and _describable(dtype, into, shape, a, n, b)
-    if described and specialised and not sums:
-        tile, splits = SPECIALISED[family != "none"], 1
+    of_own, asked = (dtype.itemsize, into.itemsize, memory), SPECIALISED[family != "none"]
+    specialised = specialised and described and specialised_shared_of(*_sizes(asked), *of_own) <= memory.limit
+    if specialised and not sums:
+        tile, splits = asked, 1
     else:
         specialised, tile = False, tile_for(split, described)
         splits = 1 if family in FUSED else number_of_splits(cdiv(m, tile.m) * cdiv(n, tile.n), k)
         tile = tile if splits > 1 else tile_for(own, described)
+        if described:  # into a workspace of float32, where it is split
+            sizes = of_own if splits == 1 else (dtype.itemsize, 4, memory)
+            tile = fitting(tile, lambda part: shared_of(*_sizes(part), *sizes), memory.limit)
     tiles, per_split = cdiv(m, tile.m) * cdiv(n, tile.n), max(1, cdiv(cdiv(k, splits), tile.k)) * tile.k
     programs = min(multiprocessors, tiles * splits) if described else tiles
     slice_rows = cdiv(m, tile.m) * tile.m if described else m
@@ -148,8 +154,15 @@ def _library_serves(a: Matrix, b: Matrix, out: Tensor, epilogue: Epilogue) -> bo
 
 
 def left_to_library(family: str, dtype: torch.dtype, m: int, n: int) -> bool:
-    """Whether torch's kernels are as fast as any of ours, by the table; False if a provider is requested."""
-    return gemm_provider() == "auto" and choose(family, dtype, m, n, True).library
+    """Whether torch's kernels are as fast as any of ours, by the table, or the device's shared memory does not hold the tile with
+    which ours is; False if a provider is requested."""
+    if gemm_provider() != "auto":
+        return False
+    library, tile, _ = choose(family, dtype, m, n, True)
+    if library or tile is None:
+        return library
+    memory = device_facts().memory
+    return shared_of(*_sizes(tile), dtype.itemsize, dtype.itemsize, memory) > memory.limit
 
 
 def view_of(matrix: Matrix) -> Tensor:
@@ -199,6 +212,10 @@ def _add_wide(out: Tensor, a: Tensor, b: Tensor, scale: float, beta: float) -> N
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=scale, out=out)
     else:
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=scale, out=out)
+
+
+def _sizes(tile: Tile) -> tuple[int, int, int, int]:
+    return tile.m, tile.n, tile.k, tile.stages
 
 
 def tile_for(choice: Choice, described: bool) -> Tile:
@@ -330,17 +347,24 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if asked else "ieee"
 
 
-def device_facts() -> tuple[bool, int]:
-    """Whether the device has tensor descriptors, and the number of its multiprocessors: a persistent kernel has one program for
-    each."""
+class Facts(NamedTuple):
+    """Whether a device has tensor descriptors, the number of its multiprocessors, as a persistent kernel has one program for each,
+    and its shared memory."""
+
+    descriptors: bool
+    multiprocessors: int
+    memory: SharedMemory
+
+
+def device_facts() -> Facts:
     if IN_INTERPRETER:
-        return True, 4
+        return Facts(True, 4, HOPPER)
     active = driver.active  # a property that calls a function
     return _facts(active.get_current_device(), active)
 
 
 @functools.lru_cache(maxsize=64)
-def _facts(device: int, active: Any) -> tuple[bool, int]:
+def _facts(device: int, active: Any) -> Facts:
     target = active.get_current_target()
     count = active.utils.get_device_properties(device)["multiprocessor_count"]
-    return target.backend == "cuda" and target.arch >= 90, count
+    return Facts(target.backend == "cuda" and target.arch >= 90, count, shared_memory())

@@ -76,7 +76,7 @@ def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
 
 
 def stages() -> int:
-    """The pipeline stages of loads: several if the device copies to its shared memory by itself."""
+    """The most pipeline stages of loads: several if the device copies to its shared memory by itself."""
     return 3 if copies_by_itself() else 1
 
 

@@ -7,12 +7,17 @@ and the partial sums of a chunk of columns in a second pass.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from funcops.engine.backend.launch import launcher
+from funcops.engine.backend.shared import SharedMemory
 from funcops.library.kernels.triton.common import load_wide, rounded, store_rounded
 from funcops.library.kernels.triton.pointwise import philox_words
+
+SUMS, SUMMED = 1024, 8192  # bytes, at most, in which warps add sums of rows; numbers of sums over rows that they exchange
 
 
 @triton.jit
@@ -365,7 +370,15 @@ def _sum_parts(
     store_rounded(total_ptr + i, found, i < width)
 
 
+def _shared_of_backward(arguments: dict[str, Any], stages: int, memory: SharedMemory) -> int:
+    """Rows of each tensor, and a bias, for each load in flight, and the sums that warps exchange."""
+    rows, block = arguments["ROWS"], arguments["BLOCK"]
+    in_flight = (stages - 1) * (rows * (2 + arguments["ADD"]) + (arguments["BIAS"] and arguments["NORMED"]))
+    return int(in_flight * block * arguments["x_ptr"].itemsize + min(rows * block, SUMMED) * 4 + SUMS)
+
+
 launch_forward, launch_forward_long = launcher(_forward), launcher(_forward_long)
-launch_backward, launch_backward_row, launch_backward_long = launcher(_backward), launcher(_backward_row), launcher(_backward_long)
+launch_backward = launcher(_backward, shared=_shared_of_backward)
+launch_backward_row, launch_backward_long = launcher(_backward_row), launcher(_backward_long)
 launch_row_sums = launcher(_row_sums)
 launch_column_sums, launch_sum_parts = launcher(_column_sums), launcher(_sum_parts)

@@ -6,14 +6,18 @@ these groups, but equally for rows a multiple of ALIGN apart: a program takes su
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from funcops.engine.backend.launch import launcher
+from funcops.engine.backend.shared import SharedMemory
 from funcops.library.kernels.triton.aligned import ALIGN, ends, whole_groups
 from funcops.library.kernels.triton.common import load_wide, store_rounded
 from funcops.library.kernels.triton.norm_kernels import add_rounded
 
+SUMS = 1024  # bytes, at most, in which warps add their sums
 HOLD = tl.constexpr(4096)  # for longer rows a backward has no registers for the bias, and loads it for each
 
 
@@ -155,4 +159,11 @@ def _column_sums(dy_ptr, parts_ptr, rows, width, stride, STAGES: tl.constexpr, R
         tl.store(parts_ptr + part * stride + before + j, tl.sum(ends_total, 0), mask=at_end)
 
 
-launch_forward, launch_backward, launch_column_sums = launcher(_forward), launcher(_backward), launcher(_column_sums)
+def _shared_of_forward(arguments: dict[str, Any], stages: int, memory: SharedMemory) -> int:
+    """A row of each tensor, with its ends, for each load in flight."""
+    rows, block, itemsize = 1 + arguments["ADD"], arguments["BLOCK"] + 2 * ALIGN.value, arguments["x_ptr"].itemsize
+    return int((stages - 1) * rows * block * itemsize + SUMS)
+
+
+launch_forward = launcher(_forward, shared=_shared_of_forward)
+launch_backward, launch_column_sums = launcher(_backward), launcher(_column_sums)

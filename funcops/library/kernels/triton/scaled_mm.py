@@ -21,13 +21,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from funcops.engine.backend.launch import launcher
 from funcops.engine.backend.select import gemm_provider
+from funcops.engine.backend.shared import SharedMemory, shared_memory
 from funcops.engine.errors import require
 from funcops.library.kernels import quantize
 from funcops.library.kernels import scaled_mm as declared
 from funcops.library.kernels.quantize import ELEMENTS
 from funcops.library.kernels.triton import scaled_library as library
 from funcops.library.kernels.triton.common import IN_INTERPRETER, INTERPRETED, cdiv
-from funcops.library.kernels.triton.gemm import tile_of
+from funcops.library.kernels.triton.gemm import BARRIERS, tile_of
+from funcops.library.kernels.triton.gemm_table import fitting
 from funcops.library.kernels.triton.low_bits import decode, decode_scale, store_exact, times, unpacked
 from funcops.library.kernels.triton.matmul import PLAIN, columns_of, descriptor_of, multiply, rows_of
 
@@ -112,7 +114,22 @@ def _product(
     store_exact(c_ptr + m[:, None] * N + n[None, :], total, (m < M)[:, None] & (n < N)[None, :])
 
 
-_launch_product = launcher(_product)
+def _shared_of(m: int, n: int, bytes_of_a: int, bytes_of_b: int, scales: int, stages: int, memory: SharedMemory) -> int:
+    """The bytes of shared memory: codes and `scales` for each row of both, in flight."""
+    return memory.tiles(stages) * (m * (bytes_of_a + scales) + n * (bytes_of_b + scales)) + BARRIERS
+
+
+def _shared_of_launch(arguments: dict[str, Any], stages: int, memory: SharedMemory) -> int:
+    (m, bytes_of_a), (n, bytes_of_b) = arguments["a_desc"].block_shape, arguments["b_desc"].block_shape
+    return _shared_of(m, n, bytes_of_a, bytes_of_b, _scales_of(arguments["COLS"], arguments["BLOCK_K"]), stages, memory)
+
+
+def _scales_of(cols: int, k: int) -> int:
+    """How many scales of a row a tile has in shared memory."""
+    return k // cols if 0 < cols < k else 0
+
+
+_launch_product = launcher(_product, shared=_shared_of_launch)
 
 
 def _tile_of(kind: str, a: str, b: str, cols: int, capability: int) -> Optional[Tile]:
@@ -125,7 +142,7 @@ def _tile_of(kind: str, a: str, b: str, cols: int, capability: int) -> Optional[
 
 def _runs(kind: str, a: str, b: str, emulate: bool, capability: int, name: str) -> bool:
     """Whether the device multiplies such codes; if not, they may be decoded only if `emulate`."""
-    needed = 100 if kind in ("e8m0", "e4m3") else 90
+    needed = _least(kind)
     if capability >= needed:
         return True
     what = {"e8m0": "MX", "e4m3": "NVFP4"}.get(kind, "8-bit")
@@ -167,7 +184,11 @@ def _chosen(
     tile = _tile_of(kind, a, b, a_cols, capability) if a_cols == b_cols else None
     if tile is None or not _runs(kind, a, b, emulate, capability, name):
         return None
-    return tile, tile.k // (2 if a == "e2m1" else 1), tile.k // (2 if b == "e2m1" else 1)
+    of_k = tile.k // (2 if a == "e2m1" else 1), tile.k // (2 if b == "e2m1" else 1)
+    memory, scales = shared_memory(), _scales_of(a_cols, tile.k)
+    tile = tile if memory.feeds else tile._replace(warps=8)  # factors go through registers: four warps would spill
+    tile = fitting(tile, lambda part: _shared_of(part.m, part.n, *of_k, scales, part.stages, memory), memory.limit)
+    return tile, *of_k
 
 
 @functools.lru_cache(maxsize=64)
@@ -176,8 +197,19 @@ def _capability(device: int, active: Any) -> tuple[int, str]:
     return (int(target.arch), f"sm_{target.arch}") if target.backend == "cuda" else (0, str(target.arch))
 
 
-def _library_serves(device: int, active: Any) -> bool:
-    return library.SERVED and not IN_INTERPRETER and _capability(device, active)[0] == library.CAPABILITY
+def _library_serves(kind: str, elements: tuple[str, str], tiles: tuple[Any, Any], device: int, active: Any) -> bool:
+    """Whether CUDA's library multiplies such operands here: where it was measured, and, where it was not, by request or if no
+    kernel of ours runs on the device."""
+    if IN_INTERPRETER:
+        return False
+    capability, _ = _capability(device, active)
+    wanted = gemm_provider() == "cublas" or capability < _least(kind)
+    return library.serves(library.way_of(kind, elements, tiles), capability, wanted)
+
+
+def _least(kind: str) -> int:
+    """The least capability of a device for our kernel."""
+    return 100 if kind in ("e8m0", "e4m3") else 90
 
 
 def _codes(codes: Tensor, element: str, rows: int, tile: int, wide: int) -> TensorDescriptor:
@@ -200,11 +232,13 @@ def scaled_mm(
     active = None if IN_INTERPRETER else driver.active
     device = 0 if active is None else active.get_current_device()
     size, n, b_kind, chosen = a.numel(), b.shape[0], b_kind or kind, None
+    elements, tiles = (a_element, b_element), ((a_rows, a_cols), (b_rows, b_cols))
+    served = b_kind == kind and gemm_provider() != "triton" and _library_serves(kind, elements, tiles, device, active)
     if b_kind == kind:
-        chosen = _chosen(kind, a_element, b_element, a_cols, b_cols, emulate, device, active)
+        chosen = _chosen(kind, a_element, b_element, a_cols, b_cols, emulate or served, device, active)
     else:
         require(emulate, "scaled_mm", "emulate", f"True for a product of {kind} scales by {b_kind}, which is decoded", emulate)
-    if chosen is None or not size * n or out is torch.float64:
+    if (chosen is None and not served) or not size * n or out is torch.float64:
         if size * n and out is not torch.float64 and _decodes(a_element, kind, b_element, b_kind):
             of_a = a, a_scales, a_scale, a_element, a_rows, a_cols, kind
             return _by_decoding(of_a, (b, b_scales, b_scale, b_element, b_rows, b_cols, b_kind), width, out)
@@ -222,11 +256,11 @@ def scaled_mm(
         flat = c.view(-1, n)
         flat = flat if left is None else flat * left
         return (flat if right is None else flat * right.mT).view(c.shape).to(out)
-    if gemm_provider() != "triton" and kind in library.KINDS and _library_serves(device, active):
-        tiles = (a_rows, a_cols), (b_rows, b_cols)
-        found = library.product(a, a_scales, b, b_scales, (a_element, b_element), tiles, out)
+    if served:
+        found = library.product(a, a_scales, b, b_scales, elements, tiles, out, kind, (a_scale, b_scale), chosen is None)
         if found is not None:
             return found
+    assert chosen is not None  # else the library takes what `_library_serves` says, with any sizes
     tile, of_left, of_right = chosen
     m, y = size // a.shape[-1], a.new_empty((*a.shape[:-1], n), dtype=out)
     _launch_product(

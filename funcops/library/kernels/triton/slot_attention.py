@@ -7,7 +7,8 @@ has the same bits beside any others; more than `FEW` (a prompt) take all slots o
 
 from __future__ import annotations
 
-from typing import Optional
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import torch
 import triton
@@ -15,16 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
+from funcops.engine.backend.shared import SharedMemory, shared_memory
 from funcops.library.kernels import slot_attention as declared
 from funcops.library.kernels.attention import by_elements
 from funcops.library.kernels.scored_attention import nothing_to_see
 from funcops.library.kernels.triton.activation import tanh
-from funcops.library.kernels.triton.common import cdiv, contiguous, copies_by_itself, next_power_of_2, rounded, store_rounded
+from funcops.library.kernels.triton.common import cdiv, contiguous, next_power_of_2, rounded, store_rounded
 from funcops.library.kernels.triton.matmul import precision
 from funcops.library.kernels.triton.scored_attention import Tile, _dot, _slope
 
 FEW, MANY, MERGED = 16, 64, 16  # tokens; rows of a group; splits that are merged at once
 LONGEST = 512  # the largest block of a head
+SUMS = 1024  # bytes, at most, of barriers and of what warps add
 
 
 # by bytes of an element and block of a head, for fewer rows than MANY and for more: no build for sm_90 spills a
@@ -165,7 +168,26 @@ def _merge(
     store_rounded(y_ptr + at * V + c, y, c < V)
 
 
-_launch_slots, _launch_merge = launcher(_slots), launcher(_merge)
+def shared_of(
+    rows: int, keys: int, blocks: Sequence[int], latents: bool, itemsize: int, stages: int, memory: SharedMemory
+) -> int:
+    """The bytes of shared memory: rows of q, keys and values in flight, scores and weights, and the rows that are stored where
+    matrices are multiplied out of shared memory. A device that does not copy there by itself has one factor there at a time."""
+    d, e, v = blocks
+    if not memory.copies:
+        return max(max(rows, keys) * max(blocks) * itemsize, rows * keys * 4)
+    of_keys = d + e + (0 if latents else v)
+    elements = rows * (d + e) + memory.tiles(stages) * keys * of_keys + rows * (keys + v * memory.feeds)
+    return elements * itemsize + rows * keys * 4 + SUMS
+
+
+def _shared_of_launch(arguments: dict[str, Any], stages: int, memory: SharedMemory) -> int:
+    blocks = [arguments[f"BLOCK_{x}"] for x in "DEV"]
+    of = arguments["ROWS"], arguments["KEYS"], blocks, arguments["LATENTS"], arguments["q_ptr"].itemsize
+    return shared_of(*of, stages, memory)
+
+
+_launch_slots, _launch_merge = launcher(_slots, shared=_shared_of_launch), launcher(_merge)
 
 
 def _blocks(size: int, width: int, latents: bool) -> tuple[int, int, int, int]:
@@ -189,6 +211,15 @@ def _of_bias(bias: Optional[Tensor]) -> tuple[int, ...]:
     return *(bias.stride(i) if bias.shape[i] > 1 else 0 for i in (0, 1)), bias.stride(2), bias.shape[3]
 
 
+def tile_of(itemsize: int, blocks: Sequence[int], many: bool, latents: bool) -> Tile:
+    """The table's tile, with one stage if the device does not copy by itself, or with fewer rows if it holds not even one."""
+    tile, memory = TILES[itemsize, max(64, *blocks)][many], shared_memory()
+    tile = tile if memory.copies else tile._replace(stages=1)
+    while tile.rows > 16 and shared_of(tile.rows, tile.keys, blocks, latents, itemsize, 1, memory) > memory.limit:
+        tile = tile._replace(rows=tile.rows // 2)
+    return tile
+
+
 @declared.slot_attention_fwd.triton
 def slot_attention_fwd(
     q: Tensor, k: Tensor, v: Optional[Tensor], first: Tensor, ends: Tensor, bias: Optional[Tensor], sinks: Optional[Tensor],
@@ -204,8 +235,7 @@ def slot_attention_fwd(
     bias, sinks = contiguous(bias), contiguous(sinks)
     values = k if v is None else by_elements(v)
     group = heads // kv_heads
-    tile = TILES[q.dtype.itemsize, max(64, *blocks)][tokens * group >= MANY]
-    stages = tile.stages if copies_by_itself() else 1
+    tile = tile_of(q.dtype.itemsize, blocks, tokens * group >= MANY, v is None)
     parts = cdiv(tokens * group, tile.rows)
     split = split_of(tokens * group, width, (size + width * (v is not None)) * q.itemsize)
     splits = cdiv(slots, split) if tokens <= FEW else 1
@@ -218,7 +248,7 @@ def slot_attention_fwd(
         parts * splits * kv_heads * batch, 1, 1, q, k, values, first, ends, bias, sinks, out, lse, tokens, heads, slots, group,
         size, width, main, parts, splits, *k.stride()[:3], *values.stride()[:3], *_of_bias(bias), window, chunk,
         1 << (heads.bit_length() - 1), scale, softcap or 1.0, window > 0, chunk > 0, softcap > 0, alibi, v is None, splits == 1,
-        precision(q.dtype), tile.rows, tile.keys, split, *blocks, num_warps=tile.warps, num_stages=stages,
+        precision(q.dtype), tile.rows, tile.keys, split, *blocks, num_warps=tile.warps, num_stages=tile.stages,
     )
     if lse is not None:
         rows = batch * tokens * heads
