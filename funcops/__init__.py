@@ -30,8 +30,8 @@ Kernels              backend, explain, plan, register_fusion, unregister_fusion 
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError,
                      CheckpointWriteError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
-Modules              funcops.nn, optim, low_precision, lora, precision, checkpoint, schedule, graphs, random,
-                     trees, testing, fused, dist, models
+Modules              funcops.nn, optim, low_precision, logs, lora, precision, checkpoint, schedule, graphs,
+                     random, trees, testing, fused, dist, models
 """
 
 import gc as _gc
@@ -143,6 +143,7 @@ if _TYPE_CHECKING:  # extensions, which are imported at their first use
     from funcops import checkpoint as checkpoint
     from funcops import dist as dist
     from funcops import graphs as graphs
+    from funcops import logs as logs
     from funcops import lora as lora
     from funcops import low_precision as low_precision
     from funcops import models as models
@@ -176,6 +177,7 @@ _ROOMS = [
     "dist",
     "fused",
     "graphs",
+    "logs",
     "lora",
     "low_precision",
     "models",

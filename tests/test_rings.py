@@ -14,7 +14,19 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ("errors", "backend", "trees", "random", "contract", "residuals", "program", "compose")
 LIBRARY = ("kernels", "formats", "ops", "fused")
 EXTENSIONS = (
-    *("memory", "low_precision", "optim", "precision", "checkpoint", "lora", "distributed", "models", "schedule", "adapters"),
+    *(
+        "memory",
+        "low_precision",
+        "optim",
+        "precision",
+        "checkpoint",
+        "logs",
+        "lora",
+        "distributed",
+        "models",
+        "schedule",
+        "adapters",
+    ),
     "testing",
 )
 # A public path of one line for what is in another folder, and the room that it names.

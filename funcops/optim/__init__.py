@@ -25,6 +25,7 @@ from funcops.optim.ema import ema_init, ema_update
 from funcops.optim.masks import NO_DECAY, NO_MATRIX, combine, decay_mask, matrix_mask, partition
 from funcops.optim.muon import MuonConfig, MuonState, muon_init, muon_update
 from funcops.optim.quantized_state import BlockTensor, code_book, dequantize_state, quantize_state, with_quantized_state
+from funcops.optim.ratios import update_ratios
 from funcops.optim.schedules import warmup_cosine
 from funcops.optim.sgd import SGDConfig, SGDState, sgd_init, sgd_update
 
@@ -40,5 +41,6 @@ __all__ += [
     "ema_init",
     "ema_update",
 ]
-__all__ += ["global_norm", "matrix_mask", "muon_init", "muon_update", "partition", "sgd_init", "sgd_update", "warmup_cosine"]
+__all__ += ["global_norm", "matrix_mask", "muon_init", "muon_update", "partition", "sgd_init", "sgd_update", "update_ratios"]
+__all__ += ["warmup_cosine"]
 __all__ += ["code_book", "dequantize_state", "quantize_state", "with_quantized_state"]

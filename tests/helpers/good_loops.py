@@ -152,6 +152,10 @@ LOOPS = {
     "optim.with_quantized_state": Row(lambda: {"update": optim.adamw_update}),
     "optim.balance": Row(lambda: {"bias": torch.zeros(4), "load": torch.arange(4), "rate": 0.1}),
     "optim.global_norm": Row(lambda: {"tree": grads()}, accepts={("tree", "None"): ANY, ("tree", "[]"): ANY}),
+    "optim.update_ratios": Row(
+        lambda: {"params": tree(), "updated": grads()},
+        accepts={("params", "None"): "another structure", ("updated", "None"): "another structure"},
+    ),
     "optim.decay_mask": Row(lambda: {"params": tree(), "exclude": ("a",)}, accepts={"params": ANY, ("exclude", "[]"): "none"}),
     "optim.matrix_mask": Row(lambda: {"params": tree(), "exclude": ("a",)}, accepts={"params": ANY, ("exclude", "[]"): "none"}),
     "optim.partition": Row(lambda: {"tree": tree(), "mask": {"a": True, "b": False}}, accepts={"tree": ANY}),

@@ -5,7 +5,8 @@ A meeting is a set of features. `Meeting` composes them, whatever they are, in t
     1. `sizes`      the model: a window, a mixture
     2. `rewrites`   of its config: packed rows, recompute, adapters, a recipe, parallel layers, ZeRO-3
     3. `op`         what is kept: a policy or a budget
-    4. the step: how forward and backward are called (`meeting_steps`)
+    4. `logged`     the config, with logs
+    5. the step: how forward and backward are called (`meeting_steps`)
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from funcops import (
 )
 from funcops.engine.contract.configs import Composite
 from funcops.engine.contract.op import Op
+from funcops.logs import with_logs
 from funcops.lora import with_lora
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, with_recipe
 from funcops.models import DecoderConfig, MoEConfig, decoder, roles
@@ -90,7 +92,9 @@ FEATURES = {
     "packed": Feature("packed", "AttentionConfig(packed=True)"),
     "window": Feature("window", "DecoderConfig(windows=...)"),
     "moe": Feature("MoE", "DecoderConfig(moe=...)"),
+    "logs": Feature("logs", "logs.with_logs(cfg, {...}), logs.logs_init(params, cfg)"),
 }
+LOGS = {"*": ("y_norm", "dy_norm"), "blocks.*": ("dx_norm",), "norm": ("dw_norm",)}
 CALLERS = {  # the features whose step the caller writes, by the one that calls the backward itself
     "pipeline": ("batch", "donate", "compile"),
     "differentiable": ("batch", "donate"),
@@ -183,6 +187,10 @@ class Meeting:
     def own(self, mesh: Any) -> Any:
         """The config of a rank, or on one process of the only one."""
         return self.config(mesh=mesh)
+
+    def logged(self, cfg: Any) -> Any:
+        """The config of a rank, with logs of each microbatch."""
+        return with_logs(cfg, LOGS, runs=self.microbatches) if "logs" in self else cfg
 
     def op(self, cfg: Any, params: Any, x: Any) -> Op:
         """The op that runs the config, which keeps what a policy or a budget says."""

@@ -43,7 +43,8 @@ rows over tp), or one contains the other (`ep` is a mixture over ranks), or both
 themselves, so that neither takes pendings or donated residuals from the caller, nor a pipeline a compiled step.
 
 Features are composed in one order: the model (window, mixture), its config on one process (packed rows, `remat`, adapters, a
-recipe), the config of a rank (`dist.parallel`, then `dist.zero3`), what is kept (a policy or a budget), the call of the step.
+recipe), the config of a rank (`dist.parallel`, then `dist.zero3`), what is kept (a policy or a budget), logs, the call of the step.
+With logs each step returns values beside its gradients, a row for each microbatch; under autograd, which sums gradients, one row.
 
 The mixture's router has no losses and no `capacity` here. With one of them and packed rows, `dist.parallel` over several ranks
 of `cp` raises for the step `route`: ranks have different numbers of tokens that are not padding. `decode` and `generate` refuse

@@ -20,6 +20,7 @@ from funcops.engine.contract.op import Op
 from funcops.engine.trees import at, paths, put, tree_map_tensors
 from funcops.graphs import graphed, graphed_op, make_graphed_callables
 from funcops.library.formats.scaled import Scaled
+from funcops.logs import logs_init, split_logs
 from funcops.lora import lora_init
 from funcops.low_precision import gradients_like, quantize_params, recipe_init, split_amaxes
 from funcops.models import decoder_x
@@ -81,7 +82,13 @@ def of_rank(meeting: Meeting, mesh: Any) -> dict[str, Tensor]:
         mine = mine[axis.rank :: axis.size]
     share = len(mine) * (2 ** len(axes)) * (2 if "cp" in meeting else 1)
     xs = [x_of(meeting, *batch, mesh) for batch in mine]
+    cfg = meeting.logged(cfg)
+    if "logs" in meeting:
+        params = logs_init(params, cfg, dtype=D)
     losses, dparams = stepped(meeting, cfg, params, xs, torch.full((), 1 / share, dtype=D))
+    if "logs" in meeting:
+        dparams, logs = split_logs(dparams, cfg)
+        check_logs(logs, meeting, len(xs))
     grads, amaxes = split_amaxes(dparams)
     loss = torch.stack(list(losses)).sum() / share
     if mesh is not None:
@@ -93,6 +100,18 @@ def of_rank(meeting: Meeting, mesh: Any) -> dict[str, Tensor]:
                 loss = dist.sum_over.fwd(None, loss, dist.SumOverConfig(axis))[0]
     found = {path: t for path, t in paths(grads).items() if t is not None}
     return {"loss": loss, **found, **{f"{AMAXES} {path}": t for path, t in amaxes.items()}}
+
+
+def check_logs(logs: Any, meeting: Meeting, runs: int) -> None:
+    """Each microbatch of a rank has its values in a row, but for autograd, which sums them into one."""
+    for path, named in logs.items():
+        counts = named.pop("runs").reshape(-1, meeting.microbatches)
+        rows = [runs] if "differentiable" in meeting else [1] * runs
+        want = torch.tensor(rows + [0] * (meeting.microbatches - len(rows)), dtype=D)
+        assert torch.equal(counts, want.expand_as(counts)), f"{path}: {counts} runs, not {want}"
+        for name, t in named.items():
+            got = t.reshape(-1, meeting.microbatches)[:, : len(rows)]
+            assert got.isfinite().all() and (got >= 0).all(), f"{path}: {name} is {t}"
 
 
 def working(meeting: Meeting, params: Any, cfg: Any, specs: Any, mesh: Any) -> Any:

@@ -25,6 +25,7 @@ from funcops.optim import (
     muon_update,
     sgd_init,
     sgd_update,
+    update_ratios,
     warmup_cosine,
 )
 
@@ -112,3 +113,21 @@ def test_a_decay_in_any_dtype_is_used_exactly():
         eps = torch.finfo(dtype).eps
         found, wanted = (ema_update(average, params, one) for one in (decay, float(decay)))
         torch.testing.assert_close(found, wanted, rtol=2 * eps, atol=eps)
+
+
+def test_the_update_over_each_weight():
+    params = {
+        "w": torch.randn(4, 3),
+        "zero": torch.zeros(2),
+        "still": torch.zeros(2),
+        "none": None,
+        "wide": torch.ones(2, dtype=torch.float64),
+    }
+    updated = {"w": params["w"] * 1.5, "zero": torch.ones(2), "still": torch.zeros(2), "none": None, "wide": params["wide"] - 0.25}
+    found = update_ratios(params, updated)
+    assert list(found) == ["still", "w", "wide", "zero"] and found["wide"].dtype is torch.float64
+    torch.testing.assert_close([float(t) for t in found.values()], [0.0, 0.5, 0.25, float("inf")])
+    with pytest.raises(TypeError, match=r"update_ratios: updated must be a tree like params, .*, got .*"):
+        update_ratios(params, {"w": params["w"]})
+    with pytest.raises(ValueError, match=r"update_ratios: updated.w must be \[4, 3\], got"):
+        update_ratios(params, updated | {"w": torch.ones(3)})

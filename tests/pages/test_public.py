@@ -66,7 +66,7 @@ def test_a_star_import_takes_no_module_from_the_user():
 
 
 STARRED = [
-    *("nn", "graphs", "optim", "low_precision", "lora", "precision", "checkpoint", "schedule", "random", "testing", "dist"),
+    *("nn", "graphs", "optim", "low_precision", "logs", "lora", "precision", "checkpoint", "schedule", "random", "testing", "dist"),
     *("models", "library.formats", "engine.residuals", "contract", "adapters.pipelining"),
 ]
 

@@ -155,7 +155,8 @@ class Op(NamedTuple):
     policy's rules, where `path` is its own; for `fit`, `plans(x, cfg, needs, budget, flops)` has policies, the bytes that each
     keeps for inputs like x, and its extra operations as a share of all, which `flops(operator, args, kwargs, result)` counts.
     `traces()`, of an op that traces a function, lists the traces that it holds, the last used last; `state()` of that object is
-    another text after a change of what they depend on beside their arguments.
+    another text after a change of what they depend on beside their arguments. `logs`: functions that compute one number each, by
+    their names, of the forward, `(params, x, y, cfg)`, or of the backward, `(residuals, dy, cfg)`; `funcops.logs` asks for them.
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
@@ -189,6 +190,7 @@ class Op(NamedTuple):
     draws: Any = None
     named: Any = None
     traces: Any = None
+    logs: tuple[Callable[..., Any], ...] = ()
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         wanted = f"called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals)"
@@ -266,6 +268,7 @@ def make_op(
     prefetch: Any = None,
     layer: Any = None,
     pausing: Any = None,
+    logs: tuple[Callable[..., Any], ...] = (),
 ) -> TypedOp[P, X, C, Y, R]:
     """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
     functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `recompute_of` and `bwd_of`, which name the classes of its
@@ -303,7 +306,7 @@ def make_op(
     if recompute is not None and raw_of(recompute) is None:  # unchecked, it would read what was written to since the forward
         recompute = recompute_of(trees[1], f"{name}_recompute")(recompute)
     how = recompute, lower, view, products, prefetch, layer, pausing
-    made: Any = Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how)  # type: ignore[arg-type]
+    made: Any = Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how, logs=logs)  # type: ignore[arg-type]
     return made  # type: ignore[no-any-return]
 
 
@@ -376,6 +379,7 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
     if "wgrad" in changes:
         # the products of the other op would go past the new wgrad
         changes.setdefault("products", _products(changes["wgrad"], None))
-    # each of these runs the op inside, past the new functions
-    dropped = dict.fromkeys(("recompute", "lower", "prefetch", "layer", "pausing", "named"))
+    # each of these runs the op inside, past the new functions; a log of the backward reads residuals of that op
+    dropped: Any = dict.fromkeys(("recompute", "lower", "prefetch", "layer", "pausing", "named"))
+    dropped["logs"] = tuple([log for log in op.logs if log.__code__.co_varnames[:1] == ("params",)])
     return op._replace(**{"fwd": fwd, **dropped, **changes})

@@ -11,7 +11,7 @@ from funcops.engine.errors import DonatedError, fail
 from funcops.engine.residuals.donate import donate
 from funcops.engine.trees import Aside, WithExtras, register_node
 
-__all__ = ["Nested"]
+__all__ = ["Nested", "nested", "part"]
 
 
 def part(node: Any, name: Any) -> Any:

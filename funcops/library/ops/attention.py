@@ -272,5 +272,10 @@ def attention_dgrad(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionCon
     return input_gradients("attention_dgrad", residuals, dy, cfg), None
 
 
-attention = make_op("attention", AttentionConfig, fwd=attention_fwd, dgrad=attention_dgrad)
+def largest_logsumexp(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionConfig) -> Tensor:
+    """The largest log of a sum of exponentials over the keys: it grows where logits do. A value of `funcops.logs`."""
+    return residuals.logsumexp.amax()
+
+
+attention = make_op("attention", AttentionConfig, fwd=attention_fwd, dgrad=attention_dgrad, logs=(largest_logsumexp,))
 attention_init, attention_bwd, attention_wgrad = no_params(attention, attention_dgrad)

@@ -398,6 +398,14 @@ def _check_dy(dy: Any, shape: tuple[int, ...], dtype: torch.dtype, residuals: Ro
     return dy[0], dy[3]
 
 
+def entropy(params: RouteParams, x: Any, y: Routed, cfg: RouteConfig) -> Tensor:
+    """The mean over the tokens of the entropy of softmax(logits), in nats: log E for a router without a preference, 0 for a certain
+    one. A value of `funcops.logs`."""
+    logits = x[0] if isinstance(x, tuple) else x
+    logs = torch.log_softmax(logits, -1, dtype=wide(logits.dtype))
+    return -(logs.exp() * logs).sum(-1).mean()
+
+
 route = make_op(
     "route",
     RouteConfig,
@@ -407,4 +415,5 @@ route = make_op(
     wgrad=route_wgrad,
     bwd=route_bwd,
     keyed=lambda cfg: cfg.draws_mask,
+    logs=(entropy,),
 )

@@ -1,0 +1,39 @@
+"""Good arguments of the public callables of `funcops.logs`: see `good_arguments`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from good_lora import elsewhere
+from good_rows import CFG, CHAIN, Row, chain_params
+
+from funcops import Needs, linear, logs
+
+ASKED = {"a": ("dx_norm", "y_norm")}
+LOGGED = logs.with_logs(CHAIN, ASKED, runs=2)
+
+
+def gradients() -> Any:
+    return logs.logs_init(chain_params(), LOGGED)
+
+
+LOGS = {
+    "logs.LoggedConfig": Row(
+        lambda: {"op": linear, "cfg": CFG, "logs": ("dx_norm",), "runs": 2},
+        {"logs": ((), ("no such",), "dx_norm", ["dx_norm"]), "runs": (0,)},
+    ),
+    "logs.with_logs": Row(
+        lambda: {"cfg": CHAIN, "logs": ASKED, "runs": 2},
+        {"logs": ({"no such": ("dx_norm",)}, {"a": "dx_norm"}, {"a": ()}, {"a": ("no such",)}, {3: ("dx_norm",)}), "runs": (0,)},
+    ),
+    "logs.logs_init": Row(
+        lambda: {"params": chain_params(), "cfg": LOGGED, "dtype": torch.float32},
+        accepts=elsewhere("params", chain_params(), "nothing"),
+    ),
+    "logs.logs_needs": Row(
+        lambda: {"cfg": LOGGED, "needs": Needs(x=False)},
+        accepts={("needs", "Needs(x=False, params=('no.such',))"): "the forward checks them"},
+    ),
+    "logs.split_logs": Row(lambda: {"dparams": gradients(), "cfg": LOGGED}, accepts=elsewhere("dparams", gradients(), "a.logs")),
+}
