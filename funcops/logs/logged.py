@@ -7,8 +7,9 @@ of that leaf are the n values: so they leave a backward where gradients do, by p
 adapter. Column 0 counts the runs in a row. A backward without accumulators fills the first row; one with `into` adds to the first
 row without a run, or to the last. Rows that hold several runs hold their sums, of which `split_logs` returns the means.
 
-Values that every op has, each [] in float32 (float64 for float64), the norm over all float tensors of a tree (of `WithExtras`, its
-main value): `x_norm`, `y_norm`, `dy_norm`, `dx_norm`, and `dw_norm` over the gradients of all params of this run. Others are the
+Values that every op has, each [] in float32 (float64 for float64), over all float tensors of a tree (of `WithExtras`, its main
+value): the norms `x_norm`, `y_norm`, `dy_norm`, `dx_norm`, the largest sizes `x_amax`, `y_amax`, `dy_amax`, `dx_amax`, and
+`dw_norm`, over the gradients of all params of this run. A dy or dx of None is zero. Others are the
 functions of `Op.logs`. Kept beside the body's residuals: the values of the forward.
 
 >>> import torch
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
 
@@ -61,7 +62,8 @@ from funcops.engine.trees import (
 __all__ = ["LoggedConfig", "LoggedPending", "LoggedResiduals", "Sink"]
 __all__ += ["logged", "logged_bwd", "logged_dgrad", "logged_fwd", "logged_init", "logged_wgrad"]
 
-FORWARD, BACKWARD, WEIGHTS = ("x_norm", "y_norm"), ("dy_norm", "dx_norm"), ("dw_norm",)
+FORWARD, BACKWARD = ("x_norm", "y_norm", "x_amax", "y_amax"), ("dy_norm", "dx_norm", "dy_amax", "dx_amax")
+OF_DX, WEIGHTS = ("dx_norm", "dx_amax"), ("dw_norm",)
 OF_FORWARD, OF_BACKWARD = ("params", "x", "y", "cfg"), ("residuals", "dy", "cfg")  # the parameters of a function of `Op.logs`
 LEAF = "logs"
 
@@ -157,7 +159,7 @@ class LoggedConfig(OneBody):
         if isinstance(params, tuple):
             params = tuple([path for path in params if path != LEAF])
         x: Mask = needs.x
-        if x is not True and "dx_norm" in self.order and needs.param(LEAF):
+        if x is not True and needs.param(LEAF) and any([name in OF_DX for name in self.order]):
             x = (*(x or ()), "main") if self.extras else True
         return Needs(x=x, params=params)
 
@@ -241,11 +243,25 @@ def floats(value: Any) -> list[Tensor]:
 
 def norm(value: Any) -> Tensor | None:
     """sqrt(sum of v^2) over all float tensors: [], float32, or float64 if one of them is; None without any."""
-    norms = [torch.linalg.vector_norm(t, dtype=wide(t.dtype)) for t in floats(value)]
-    if len(norms) < 2:
-        return norms[0] if norms else None
-    dtype = torch.float64 if any([one.dtype is torch.float64 for one in norms]) else torch.float32
-    return torch.linalg.vector_norm(torch.stack([one.to(dtype) for one in norms]))
+    return _joined([torch.linalg.vector_norm(t, dtype=wide(t.dtype)) for t in floats(value)], torch.linalg.vector_norm)
+
+
+def amax(value: Any) -> Tensor | None:
+    """The largest |v| over all float tensors, 0 of one without elements, NaN if one is; None without any."""
+    return _joined([t.abs().amax().to(wide(t.dtype)) if t.numel() else t.new_zeros(()) for t in floats(value)], torch.amax)
+
+
+def _joined(found: list[Tensor], join: Callable[[Tensor], Tensor]) -> Tensor | None:
+    if len(found) < 2:
+        return found[0] if found else None
+    dtype = torch.float64 if any([one.dtype is torch.float64 for one in found]) else torch.float32
+    return join(torch.stack([one.to(dtype) for one in found]))
+
+
+def _measured(name: str, **trees: Any) -> Tensor | None:
+    """The value of that name, such as `x_norm`, of one of these trees."""
+    what, _, how = name.partition("_")
+    return (norm if how == "norm" else amax)(trees[what])
 
 
 def dense_norm(dparams: Any, cfg: LoggedConfig) -> Tensor | None:
@@ -307,7 +323,7 @@ def logged_fwd(params: Any, x: Any, cfg: LoggedConfig, *, needs: Needs = Needs.A
         check_needs("logged_fwd", needs, params, x)
     wanted = needs.param(LEAF)
     if wanted:
-        for name in ("x_norm", "dx_norm"):
+        for name in ("x_norm", "x_amax", *OF_DX):
             if name in cfg.order and not floats(x):
                 fail("logged_fwd", LEAF, f"without {name!r}, as x has no float tensor", describe(x))
     y, residuals = cfg.op.fwd(own, x, cfg.cfg, needs=cfg.body_needs(needs))
@@ -315,7 +331,7 @@ def logged_fwd(params: Any, x: Any, cfg: LoggedConfig, *, needs: Needs = Needs.A
         return y, None
     values: list[Tensor | None] = []
     for name in cfg.forward if wanted else ():
-        value = norm({"x_norm": x, "y_norm": y}[name]) if name in FORWARD else _declared(cfg, name, own, x, y, cfg.cfg)
+        value = _measured(name, x=x, y=y) if name in FORWARD else _declared(cfg, name, own, x, y, cfg.cfg)
         values.append(value)
     row = _row(values, sink.dtype, sink.device)
     own_values = ForwardValues.keep(cfg, Needs.ALL, values=row, dtype=sink.dtype) if wanted else None
@@ -335,9 +351,9 @@ def _first_half(node: Any, dy: Any, cfg: LoggedConfig, run: Any) -> tuple[Any, A
     values: dict[str, Tensor | None] = {
         name: _declared(cfg, name, inner, dy, cfg.cfg) for name in cfg.backward if name not in BACKWARD
     }
-    values |= {"dy_norm": norm(dy)} if "dy_norm" in cfg.backward else {}
+    values |= {name: _measured(name, dy=dy) for name in cfg.backward if name in BACKWARD and name not in OF_DX}
     dx, found = run(kept)
-    values |= {"dx_norm": norm(dx)} if "dx_norm" in cfg.backward else {}
+    values |= {name: _measured(name, dx=dx) for name in cfg.backward if name in OF_DX}
     own = _row([values[name] for name in cfg.backward], before.dtype, before.values.device)
     row = torch.cat((before.values, own))
     return _asked(dx, node.needs), ValuesSoFar.keep(cfg, Needs.ALL, values=row, dtype=before.dtype), found

@@ -39,9 +39,9 @@ def with_logs(cfg: Any, logs: Mapping[str, tuple[str, ...]], *, runs: int = 1) -
     """Return the config of a model whose steps return named values out of their forward and backward.
 
     `logs`: paths of steps (the layers of a repeat are "*"), or globs over them, each with names: `x_norm`, `y_norm`, `dy_norm`,
-    `dx_norm`, `dw_norm`, and the names that the op's author declared. A step may be an op, or a chain, skip or parallel as a whole;
-    a path names that step alone, any other glob all that it matches but repeats. `runs`: how many backwards into the same
-    accumulators keep their values apart, such as the microbatches of a step.
+    `dx_norm`, `dw_norm`, `x_amax`, `y_amax`, `dy_amax`, `dx_amax`, and the names that the op's author declared. A step may be an
+    op, or a chain, skip or parallel as a whole; a path names that step alone, any other glob all that it matches but repeats.
+    `runs`: how many backwards into the same accumulators keep their values apart, such as the microbatches of a step.
 
     A logged step runs as one call of its own: rules of fusion do not join it with its neighbours, and a chain does not recompute
     its y. Its params have one more leaf, `logs`, which `logs_init` makes, and its residuals are at `body`; paths of params stay.

@@ -18,6 +18,7 @@ path that the caller keeps; its amaxes come back with the gradients. In parts:
 
 from funcops.library.formats import NF4, Format, NF4Tensor, QTensor, QWeight, dense, quantize_tensor
 from funcops.library.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
+from funcops.library.formats.rounding import Rounding
 from funcops.library.formats.scaled import Scaled
 from funcops.low_precision.delayed import ScaleState, recipe_init, recipe_update, split_amaxes
 from funcops.low_precision.params import gradients_like, quantize_params, with_keys
@@ -25,10 +26,12 @@ from funcops.low_precision.report import LinearErrors, Operand, QuantizationRepo
 from funcops.low_precision.rewrite import with_recipe
 from funcops.low_precision.step import begin_step, end_step
 from funcops.low_precision.total import AddedErrors, ModelErrors, WideLayers
+from funcops.low_precision.watch import rounding_logs, weight_rounding
 from funcops.low_precision.weight_only import quantize_weight, quantize_weights, weight_only, with_weight_only
 
 __all__ = ["MXFP8", "NF4", "NVFP4", "AddedErrors", "Format", "Fp8Block", "Fp8Current", "Fp8Delayed", "LinearErrors", "ModelErrors"]
-__all__ += ["NF4Tensor", "Operand", "QTensor", "QWeight", "QuantizationReport", "Recipe", "ScaleState", "Scaled"]
+__all__ += ["NF4Tensor", "Operand", "QTensor", "QWeight", "QuantizationReport", "Recipe", "Rounding", "ScaleState", "Scaled"]
 __all__ += ["begin_step", "dense", "end_step", "gradients_like", "quantization_report", "quantize_params"]
 __all__ += ["quantize_tensor", "quantize_weight", "quantize_weights", "recipe_init", "recipe_update"]
 __all__ += ["split_amaxes", "weight_only", "with_keys", "with_recipe", "with_weight_only", "WideLayers"]
+__all__ += ["rounding_logs", "weight_rounding"]

@@ -38,6 +38,7 @@ from funcops.engine.errors import (
 from funcops.engine.trees import WithExtras, tensors
 from funcops.library.formats import Format, QTensor, quantize_tensor, turned
 from funcops.library.formats.recipes import OPERANDS, low_form_of, require_recipe
+from funcops.library.formats.rounding import rounding
 from funcops.library.kernels.grouped import gathered, groups_of
 from funcops.library.kernels.quantize import HADAMARD
 from funcops.library.ops.expert_steps import by_steps
@@ -56,7 +57,6 @@ OPS: dict[type, Op] = {
     GroupedLinearConfig: grouped_linear,
     ExpertsConfig: experts,
 }
-LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x77}  # the code of the largest element
 
 
 class Operand(NamedTuple):
@@ -491,10 +491,8 @@ def _operand(t: Tensor, q: QTensor | None) -> tuple[Operand, int]:
     amax = float(size.amax()) if size.numel() else 0.0
     if q is None or not size.numel():
         return Operand(amax, 0.0, 0.0), size.numel()
-    zeros = (q.dequantize(torch.float32) == 0) & (size > 0)
-    largest = dataclasses.replace(q, codes=torch.full_like(q.codes, LARGEST[q.format.element])).dequantize(torch.float32)
-    clipped = size > largest * (1 + 2**-10)
-    return Operand(amax, float(zeros.float().mean()), float(clipped.float().mean())), size.numel()
+    found = rounding(t, q)
+    return Operand(amax, float(found.underflow), float(found.saturated)), size.numel()
 
 
 def _together(parts: list[tuple[Operand, int]]) -> Operand:

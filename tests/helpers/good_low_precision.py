@@ -53,6 +53,11 @@ LOW_PRECISION = {
         },
         accepts={**OTHER_LEAVES, **META_KEY},
     ),
+    "low_precision.rounding_logs": Row(lambda: {"cfg": LOW}),
+    "low_precision.weight_rounding": Row(
+        lambda: {"params": chain_params(), "work": chain_params()},
+        accepts={"params": "of a tree without codes nothing is read", "work": "any tree; its leaves in codes are measured"},
+    ),
     "low_precision.recipe_init": Row(
         lambda: {"cfg": LOW, "params": chain_params(), "amaxes": {"a.weight": torch.ones(3)}},
         {"cfg": (None, 3)},

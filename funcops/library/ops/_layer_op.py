@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def layer_op(
-    kind: type[LinearLayer], name: str, config: type[C], residuals: type[R], pending: type[G], **docs: str
+    kind: type[LinearLayer], name: str, config: type[C], residuals: type[R], pending: type[G], logs: Any = (), **docs: str
 ) -> tuple[
     TypedOp[LinearParams, Tensor, C, Tensor, R],
     InitOf[C, LinearParams],
@@ -28,7 +28,8 @@ def layer_op(
     WgradOf[G, C, LinearParams],
 ]:
     """The op, and its `init`, `fwd`, `bwd`, `dgrad` and `wgrad`, which check what they are given, and run the method of that name
-    of a layer of this kind. `docs`: a docstring for each of them; without one for `bwd`, it is derived from its halves."""
+    of a layer of this kind. `docs`: a docstring for each of them; without one for `bwd`, it is derived from its halves. `logs`:
+    see `Op`."""
     layer: Any = kind(name, residuals, pending)
 
     def init(cfg: Any, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Any:
@@ -65,5 +66,6 @@ def layer_op(
         bwd=bwd_of(keeps, LinearParams)(bwd) if "bwd" in docs else None,
         products=layer.products,
         layer=layer,
+        logs=logs,
     )
     return op, op.init, op.fwd, op.bwd, op.dgrad, op.wgrad

@@ -42,6 +42,7 @@ from funcops.engine.errors import require
 from funcops.library.formats.recipes import require_recipe
 from funcops.library.ops._layer_op import layer_op
 from funcops.library.ops._low_config import LowConfig, low_form
+from funcops.library.ops._rounding_logs import ROUNDING_LOGS
 from funcops.library.ops.coded_linear import CodedLinear
 from funcops.library.ops.linear import LinearConfig, linear
 
@@ -102,6 +103,7 @@ qlinear, qlinear_init, qlinear_fwd, qlinear_bwd, qlinear_dgrad, qlinear_wgrad = 
     QLinearConfig,
     QLinearResiduals,
     QLinearPending,
+    logs=ROUNDING_LOGS,
     init="The params that `linear_init` draws, in high precision.",
     fwd="""`y = q(x) q(w)^T + b`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype, device,
     format or recipe, and `RuntimeError` on a device without the formats.""",
