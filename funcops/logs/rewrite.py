@@ -143,7 +143,7 @@ def logs_init(params: T, cfg: Any, *, dtype: torch.dtype | None = None) -> T:
     """
     require_dtype("logs_init", dtype)
     made: Any = params
-    for place in _places("logs_init", cfg):
+    for place in places_of("logs_init", cfg):
         shape = (*place.stacked, *place.cfg.shape)
         for path in place.paths:
             own, _ = _own("logs_init", "params", made, path, place.cfg)
@@ -162,7 +162,7 @@ def logs_needs(cfg: Any, needs: Needs = Needs.ALL) -> Needs:
     Needs(x=False, params=('up.logs',))
     """
     require_type("logs_needs", "needs", needs, Needs)
-    own = [join_path(path, LEAF) for place in _places("logs_needs", cfg) for path in place.paths]
+    own = [join_path(path, LEAF) for place in places_of("logs_needs", cfg) for path in place.paths]
     params: Any = needs.params
     return needs if params is True else Needs(x=needs.x, params=(*(params or ()), *own))
 
@@ -188,7 +188,7 @@ def split_logs(dparams: T, cfg: Any) -> tuple[T, dict[str, dict[str, Tensor]]]:
     """
     grads: Any = dparams
     found: dict[str, dict[str, Tensor]] = {}
-    for place in _places("split_logs", cfg):
+    for place in places_of("split_logs", cfg):
         tables = []
         for path in place.paths:
             own, table = _own("split_logs", "dparams", grads, path, place.cfg)
@@ -200,7 +200,7 @@ def split_logs(dparams: T, cfg: Any) -> tuple[T, dict[str, dict[str, Tensor]]]:
     return grads, found
 
 
-def _places(where: str, cfg: Any) -> list[Place]:
+def places_of(where: str, cfg: Any) -> list[Place]:
     require_config(where, cfg)
     found = list(places(cfg))
     require(bool(found), where, "cfg", "one from with_logs", "one without logs")

@@ -36,4 +36,9 @@ LOGS = {
         accepts={("needs", "Needs(x=False, params=('no.such',))"): "the forward checks them"},
     ),
     "logs.split_logs": Row(lambda: {"dparams": gradients(), "cfg": LOGGED}, accepts=elsewhere("dparams", gradients(), "a.logs")),
+    "logs.gradient_noise": Row(
+        lambda: {"small": torch.ones(2), "big": torch.ones(()), "batch_small": 1, "batch_big": 2}, {"batch_big": (1,)}
+    ),
+    "logs.param_logs": Row(lambda: {"cfg": CHAIN}),
+    "logs.total_norm": Row(lambda: {"logs": {"a": {"dw_norm": torch.ones(2)}}, "cfg": LOGGED}, {"logs": ({},)}),
 }

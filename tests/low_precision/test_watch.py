@@ -1,4 +1,4 @@
-"""What rounding does to x, w and dy of a step, against the report on the same batch and against the codes."""
+"""The rounding of x, w and dy in a step, against the report on the same batch and against the codes."""
 
 import pytest
 import torch
