@@ -32,6 +32,7 @@ from lm.profiled import say_profile
 from lm.ranks import AXES, Ranks, leave, quiet, started
 from lm.results import MANY, ONE, Row, RunError, check_writable, load_run, plot, plot_load, save_run, shares, text_of, texts
 from lm.step import Settings, State, evaluate, loss_and_grads, train_step, written_step
+from lm.watched import watched
 from torch import Tensor
 from tqdm import tqdm
 
@@ -58,6 +59,7 @@ FREE = {  # flags that do not change the results of a run
     "budget",
     "graph",
     "profile",
+    "watch",
     "mesh",
     "overlap",
     "microbatches",
@@ -165,10 +167,15 @@ class Run:
         """Do one step. Raises `FloatingPointError` after ten steps in a row that were not finite."""
         a, (x, labels) = self.args, self.batch()
         lr = warmup_cosine(self.done, peak=a.lr, warmup=a.warmup, total=a.steps)
+        watches = a.watch is not None and (self.done + 1) % a.watch == 0
+        before = (tree_map_tensors(torch.clone, self.params), self.state.scales) if watches else None
         began = time.perf_counter()
         self.params, self.state, loss, norm, load = self.step(x, labels, lr)
         row = Row(self.done + 1, float(loss), None, lr, float(norm), self.seconds + time.perf_counter() - began)
         row = row._replace(load=None if load is None else load.tolist())
+        if before is not None:
+            for line in watched(before[0], self.params, x, labels, self.s, before[1], self.key()):
+                tqdm.write(f"  step {row.step}: {line}")
         self.skipped = 0 if math.isfinite(row.norm) else self.skipped + 1
         if self.skipped:
             where = nonfinite(loss_and_grads(self.params, x, labels, self.s, self.state.scales, self.key()).grads) or "the loss"

@@ -23,6 +23,7 @@ RECIPES |= {"nvfp4": NVFP4, "nvfp4_nearest": functools.partial(NVFP4, stochastic
 
 
 ONE_PROCESS = {"check": "whole params are compared", "graph": "communication is not captured", "profile": "one process is profiled"}
+ONE_PROCESS |= {"watch": "whole params are compared"}
 OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # the defaults with --experts
 OF_DECODER = ("dim", "layers", "heads", "kv_heads", "hidden", "context", "tied", "experts", "top_k", "shared")
 PIPED = {
@@ -120,6 +121,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--compile", action="store_true", help="the whole step as one torch.compile graph")
     how.add_argument("--graph", action="store_true", help="the whole step as one CUDA graph (without a GPU: recorded and replayed)")
+    how.add_argument(
+        "--watch",
+        type=int,
+        metavar="N",
+        help="every N steps print norms by block, the largest update over a weight, the noise of gradients, and the errors of a "
+        "recipe; such a step runs its rows once more (default: never)",
+    )
     how.add_argument("--profile", action="store_true", help="print where the time of a step goes, by path, and exit")
     how.add_argument("--check", action="store_true", help="compare one step with plain PyTorch in float64, and exit")
     return parser
@@ -197,6 +205,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         value = getattr(args, name.replace("-", "_"))
         if not ok or value == math.inf:
             parser.error(f"--{name}: expected a {'finite ' if value == math.inf else ''}number {least}, got {value}")
+    if args.watch is not None and args.watch < 1:
+        parser.error(f"--watch: expected at least 1, got {args.watch}")
     if args.microbatches is not None and args.microbatches < 1:
         parser.error(f"--microbatches: expected at least 1, got {args.microbatches}")
     if not -(2**63) <= args.seed < 2**63 - 1:

@@ -29,9 +29,10 @@ from funcops.engine.errors import (
     require_type,
 )
 from funcops.engine.trees import at, put
-from funcops.logs.logged import LEAF, LoggedConfig, Place, holding, logged, places, taken, zeros
+from funcops.logs.logged import LEAF, OF_DX, WEIGHTS, LoggedConfig, Place, holding, logged, places, taken, zeros
 
 T = TypeVar("T")
+OF_FIRST = ("x_norm", "x_amax", *OF_DX, *WEIGHTS)  # the values of a step that has another y where it runs as one with a loss
 ENTERED = (ChainConfig, SkipConfig, ParallelConfig, RepeatConfig, LoggedConfig)  # the combinators whose parts may be logged
 
 
@@ -40,15 +41,17 @@ def with_logs(cfg: Any, logs: Mapping[str, tuple[str, ...]], *, runs: int = 1) -
 
     `logs`: paths of steps (the layers of a repeat are "*"), or globs over them, each with names: `x_norm`, `y_norm`, `dy_norm`,
     `dx_norm`, `dw_norm`, `x_amax`, `y_amax`, `dy_amax`, `dx_amax`, and the names that the op's author declared. A step may be an
-    op, or a chain, skip or parallel as a whole; a path names that step alone, any other glob all that it matches but repeats.
-    `runs`: how many backwards into the same accumulators keep their values apart, such as the microbatches of a step.
+    op, or a chain, skip or parallel as a whole. A path names that step alone, any other glob all that it matches, but for repeats
+    and steps that run as one with their loss (`joined`), of which the first has the values of its x, dx and dw. `runs`: how many
+    backwards into the same accumulators keep their values apart, such as the microbatches of a step.
 
     A logged step runs as one call of its own: rules of fusion do not join it with its neighbours, and a chain does not recompute
     its y. Its params have one more leaf, `logs`, which `logs_init` makes, and its residuals are at `body`; paths of params stay.
     With `dw_norm` a backward with `into` adds a step's gradient once it is complete.
 
-    Raises `ValueError` for a glob that matches no step, a name that a step does not have, a repeat (log its body), a step that runs
-    as one with its loss (`joined`), and a step inside another combinator, such as `interleave` or `zero3`, which divides the leaf.
+    Raises `ValueError` for a glob that matches no step, a name that a step does not have, a repeat (log its body), another value
+    of a step that runs as one with its loss, and a step inside another combinator, such as `interleave` or `zero3`, which divides
+    the leaf.
 
     >>> import torch
     >>> from funcops import ActivationConfig, ChainConfig, LinearConfig, Step, activation, chain, linear, random, vjp
@@ -69,8 +72,14 @@ def with_logs(cfg: Any, logs: Mapping[str, tuple[str, ...]], *, runs: int = 1) -
         require(bool(right), "with_logs", LEAF, "globs over paths, each with a tuple of names", f"{glob!r}: {names!r}")
     known = _known(cfg)
     asked: dict[str, tuple[str, ...]] = {}
+    joined = _joined(cfg)
     for glob, names in logs.items():
-        found = [glob] if glob in known else [path for path, of in known.items() if matches(path, (glob,)) and of != RepeatConfig]
+        wrong = [path for path, first in joined.items() if not (first and set(names) <= set(OF_FIRST))]
+        several = [path for path, of in known.items() if matches(path, (glob,)) and of != RepeatConfig and path not in wrong]
+        found = [glob] if glob in known else several
+        if glob in wrong:
+            wanted = f"of the first step that runs as one with a loss (joined), and among {', '.join(OF_FIRST)}"
+            fail("with_logs", LEAF, wanted, f"{glob!r}: {names}")
         if not found:
             within = next((one for one, path in _closed(cfg) if matches(path, (glob,))), None)
             got = f"{glob!r}, inside {within}, which divides its params or its rows" if within else repr(glob)
@@ -79,13 +88,13 @@ def with_logs(cfg: Any, logs: Mapping[str, tuple[str, ...]], *, runs: int = 1) -
 
     def visit(part: Part) -> Any:
         require(type(part.cfg) is not LoggedConfig, "with_logs", "cfg", "one without logs", f"one with logs of {part.path}")
+        if isinstance(part.cfg, ChainConfig) and any([join_path(part.path, step.name) in asked for step in _first(part.cfg)]):
+            return rewrite(part.cfg.as_run(), visit, op=part.op, path=part.path)
         # popped, as the body of a skip has its path, and is a part of what the path names
         names = asked.pop(part.path, ())
         if names and isinstance(part.cfg, RepeatConfig):
             body = join_path(part.path, part.cfg.parts()[0][0])
             fail("with_logs", LEAF, f"a step, as the body of this repeat, {body!r}", repr(part.path))
-        if isinstance(part.cfg, ChainConfig):
-            _check_joined(part, asked)
 
         def wrapped(op: Any, own: Any) -> tuple[Any, Any]:
             try:
@@ -118,12 +127,20 @@ def _closed(cfg: Any) -> Iterator[tuple[str, str]]:
             yield f"{type(outer.cfg).__name__} at {outer.path!r}", part.path
 
 
-def _check_joined(part: Part, asked: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise for a log of a step that runs as one with others, of which only the result is computed."""
-    for step, runs in zip(part.cfg.steps, part.cfg.runs, strict=True):
-        path = join_path(part.path, step.name)
-        if step.op is not runs.op and path in asked:
-            fail("with_logs", LEAF, f"of steps that run by themselves (joined={part.cfg.joined})", repr(path))
+def _first(cfg: ChainConfig) -> list[Any]:
+    """The first steps of those that run as one."""
+    return [step for step, runs in zip(cfg.steps, cfg.runs, strict=True) if step.op is not runs.op and runs.has_params]
+
+
+def _joined(cfg: Any) -> dict[str, bool]:
+    """The paths of steps that run as one with others, and whether it is the first of them, whose x, dx and params are the one's."""
+    found = {}
+    for part, _ in nested(cfg):
+        if isinstance(part.cfg, ChainConfig):
+            for step, runs in zip(part.cfg.steps, part.cfg.runs, strict=True):
+                if step.op is not runs.op:
+                    found[join_path(part.path, step.name)] = runs.has_params
+    return found
 
 
 def logs_init(params: T, cfg: Any, *, dtype: torch.dtype | None = None) -> T:

@@ -36,6 +36,23 @@ def test_trains_and_leaves_its_results(text, tmp_path):
     programs.check_picture(tmp_path / "loss.png")
 
 
+WATCHED = ["", "--recipe fp8_block --hidden 64", "--recipe fp8_delayed --hidden 64 --graph"]
+WATCHED += ["--experts 4", "--tied --policy minimal", "--compile"]
+
+
+@pytest.mark.turns("how", every=6)
+@pytest.mark.parametrize("how", WATCHED)
+def test_a_run_that_is_watched_prints_its_values_and_keeps_its_losses(text, tmp_path, how):
+    given = (*TINY, "--text", text, "--steps", 4, "--sample", 0, *how.split())
+    said = run(*given, "--out", tmp_path / "watched", "--watch", 2)
+    lines = re.findall(r"step (\d): (\|y\| of each block \S+ \S+; \|dx\| \S+ \S+|largest update over weight|gradient noise)", said)
+    names = ["|y|", "largest", *(["gradient"] * ("--tied" not in how))]
+    assert [(step, line.split()[0]) for step, line in lines] == [(step, name) for step in "24" for name in names]
+    assert len(re.findall(r"largest rounding error of (x|w|dy), blocks\.", said)) == 6 * ("--recipe" in how)
+    run(*given, "--out", tmp_path / "plain")
+    assert losses(tmp_path / "watched") == losses(tmp_path / "plain")
+
+
 @pytest.fixture(scope="module")
 def fifty(text, tmp_path_factory):
     """The losses of 50 steps."""

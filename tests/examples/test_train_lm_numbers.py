@@ -173,7 +173,7 @@ OTHER = {
     "recipe": "fp8_block",
     "experts": 2,
 }
-FREE = {"sample": 7, "delay-wgrad": None, "policy": "minimal", "stop-at": 4, "graph": None}
+FREE = {"sample": 7, "delay-wgrad": None, "policy": "minimal", "stop-at": 4, "graph": None, "watch": 1}
 FREE |= {
     "zero": 3,
     "cp": 1,

@@ -366,6 +366,22 @@ def test_a_model_without_logs_is_untouched():
         assert (ours.cfg.cfg if ours.name == "head" else ours) == (theirs.cfg if ours.name == "head" else theirs)
 
 
+BARE = dataclasses.replace(MODEL.steps[2], cfg=LinearConfig(WIDTH, 16, bias=False))
+UNJOINED = dataclasses.replace(MODEL, steps=(*MODEL.steps[:2], BARE, MODEL.steps[3]))
+JOINED = dataclasses.replace(UNJOINED, joined=("loss",))
+
+
+def test_a_head_that_runs_as_one_with_its_loss():
+    """Of its x, dx and dw it has the values that it has alone; a glob leaves out what it does not have."""
+    params, asked = drawn(UNJOINED), {"head": ("x_norm", "dx_norm", "dw_norm")}
+    apart, joined = [alone(params, with_logs(model, asked), x_of(0))["head"] for model in (UNJOINED, JOINED)]
+    assert list(apart) == list(joined) == ["x_norm", "dx_norm", "dw_norm", "runs"]
+    for name, t in apart.items():
+        torch.testing.assert_close(joined[name], t)
+    cfg = with_logs(JOINED, {"*": ("dy_norm",)})
+    assert "head" not in alone(params, cfg, x_of(0)) and cfg.joined == ("loss",)
+
+
 def mean_gate(params, x, y, cfg):
     return y.mean()
 
@@ -412,12 +428,11 @@ def test_what_is_not_served_is_refused_by_name():
     wrong(lambda: with_logs(MODEL, {"head": "dx_norm"}), r"with_logs: logs must be globs over paths, each with a tuple of names")
     twice = with_logs(MODEL, LOGS)
     wrong(lambda: with_logs(twice, LOGS), r"with_logs: cfg must be one without logs, got one with logs of layers.\*")
-    bare = Step("head", linear, LinearConfig(WIDTH, 16, bias=False))
-    fused = dataclasses.replace(MODEL, steps=(*MODEL.steps[:2], bare, MODEL.steps[3]), joined=("loss",))
     for name in ("head", "loss"):
-        wrong(
-            lambda name=name: with_logs(fused, {name: ("dy_norm",)}), rf"of steps that run by themselves \(joined=.*, got '{name}'"
+        said = (
+            rf"with_logs: logs must be of the first step that runs as one with a loss \(joined\), .*, got '{name}': \('dy_norm',\)"
         )
+        wrong(lambda name=name: with_logs(JOINED, {name: ("dy_norm",)}), said)
     turns = ChainConfig(steps=(Step("turns", interleave, InterleaveConfig(chain, model_of(3, 0))),))
     said = r"with_logs: logs must be globs over turns, of .*, got 'turns.last', inside InterleaveConfig at 'turns', which divides"
     wrong(lambda: with_logs(turns, {"turns.last": ("dx_norm",)}), said)
