@@ -8,9 +8,10 @@
 JAX's `with_logs` is the model: nothing is global, and a step without logs runs the same program as before.
 """
 
+from funcops.logs.calibrate import calibrated, calibration_logs
 from funcops.logs.logged import LoggedConfig, logged
 from funcops.logs.noise import Noise, gradient_noise, param_logs, total_norm
 from funcops.logs.rewrite import logs_init, logs_needs, split_logs, with_logs
 
 __all__ = ["LoggedConfig", "Noise", "gradient_noise", "logged", "logs_init", "logs_needs", "param_logs", "split_logs"]
-__all__ += ["total_norm", "with_logs"]
+__all__ += ["calibrated", "calibration_logs", "total_norm", "with_logs"]

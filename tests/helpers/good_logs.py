@@ -8,9 +8,11 @@ import torch
 from good_lora import elsewhere
 from good_rows import CFG, CHAIN, Row, chain_params
 
-from funcops import Needs, linear, logs
+from funcops import Needs, linear, logs, low_precision
 
 ASKED = {"a": ("dx_norm", "y_norm")}
+DELAYED = low_precision.with_recipe(CHAIN, low_precision.Fp8Delayed(), only=("a",))
+CALIBRATED = logs.with_logs(CHAIN, logs.calibration_logs(DELAYED))
 LOGGED = logs.with_logs(CHAIN, ASKED, runs=2)
 
 
@@ -41,4 +43,10 @@ LOGS = {
     ),
     "logs.param_logs": Row(lambda: {"cfg": CHAIN}),
     "logs.total_norm": Row(lambda: {"logs": {"a": {"dw_norm": torch.ones(2)}}, "cfg": LOGGED}, {"logs": ({},)}),
+    "logs.calibration_logs": Row(lambda: {"cfg": DELAYED}),
+    "logs.calibrated": Row(
+        lambda: {"logs": {"a": {"x_amax": torch.ones(()), "dy_amax": torch.ones(())}}, "cfg": CALIBRATED, "params": chain_params()},
+        {"logs": ({},)},
+        elsewhere("params", chain_params(), "a.weight"),
+    ),
 }
