@@ -36,12 +36,7 @@ def calibration_logs(cfg: Any) -> dict[str, tuple[str, ...]]:
     require(bool(found), "calibration_logs", "cfg", "one with delayed scaling (Fp8Delayed)", describe(cfg))
     for part in found:
         if part.cfg.group_dims:
-            fail(
-                "calibration_logs",
-                part.path,
-                "a linear layer without groups (skip it, or measure in the first step)",
-                describe(part.cfg),
-            )
+            fail("calibration_logs", part.path, "a linear layer without groups", describe(part.cfg))
     return {part.path: AMAXES for part in found}
 
 

@@ -147,6 +147,7 @@ def logs_init(params: T, cfg: Any, *, dtype: torch.dtype | None = None) -> T:
     """Return the params with a leaf `logs` of zeros at each step with logs of a config from `with_logs`; all other leaves are the
     same objects, so it costs an allocation for each of these steps, and is called after a cast or `begin_step`.
 
+    Params of some of the model's steps, as a rank of a pipeline has, get the leaves of these.
     `dtype`: of these leaves, by default float32, or float64 beside params of float64; the values come back in it. Raises
     `TypeError` for params of another config, `ValueError` for a config without logs.
 
@@ -160,7 +161,7 @@ def logs_init(params: T, cfg: Any, *, dtype: torch.dtype | None = None) -> T:
     """
     require_dtype("logs_init", dtype)
     made: Any = params
-    for place in places_of("logs_init", cfg):
+    for place in _there("logs_init", "params", params, cfg):
         shape = (*place.stacked, *place.cfg.shape)
         for path in place.paths:
             own, _ = _own("logs_init", "params", made, path, place.cfg)
@@ -205,7 +206,7 @@ def split_logs(dparams: T, cfg: Any) -> tuple[T, dict[str, dict[str, Tensor]]]:
     """
     grads: Any = dparams
     found: dict[str, dict[str, Tensor]] = {}
-    for place in places_of("split_logs", cfg):
+    for place in _there("split_logs", "dparams", dparams, cfg):
         tables = []
         for path in place.paths:
             own, table = _own("split_logs", "dparams", grads, path, place.cfg)
@@ -222,6 +223,15 @@ def places_of(where: str, cfg: Any) -> list[Place]:
     found = list(places(cfg))
     require(bool(found), where, "cfg", "one from with_logs", "one without logs")
     return found
+
+
+def _there(where: str, name: str, tree: Any, cfg: Any) -> list[Place]:
+    """The places in a tree, which may be a rank's part of a pipeline's chain: a dict of some of its steps."""
+    found = places_of(where, cfg)
+    there = [place for place in found if type(tree) is not dict or place.key.partition(".")[0] in tree]
+    if not there:
+        fail(where, name, f"a tree with {few([place.key for place in found])}", describe(tree), TypeError)
+    return there
 
 
 def _own(where: str, name: str, tree: Any, path: str, cfg: LoggedConfig) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ def model(stacked):
 
 @pytest.mark.parametrize("stacked", [True, False])
 def test_they_are_the_amaxes_that_products_in_low_precision_measure(stacked):
-    """In a first step without state each product measures its own operands: the first layer sees the same x, the last the same dy."""
+    """In a first step without state each product measures its own operands."""
     wide = model(stacked)
     low, params = with_recipe(wide, Fp8Delayed(history=4)), chain.init(wide, key=random.key(0), dtype=torch.float32)
     xs = [torch.randn(8, 128, generator=torch.Generator().manual_seed(i)) * (i + 1) for i in range(RUNS)]

@@ -372,7 +372,7 @@ JOINED = dataclasses.replace(UNJOINED, joined=("loss",))
 
 
 def test_a_head_that_runs_as_one_with_its_loss():
-    """Of its x, dx and dw it has the values that it has alone; a glob leaves out what it does not have."""
+    """The values of its x, dx and dw are what a head alone has; a glob leaves out the others."""
     params, asked = drawn(UNJOINED), {"head": ("x_norm", "dx_norm", "dw_norm")}
     apart, joined = [alone(params, with_logs(model, asked), x_of(0))["head"] for model in (UNJOINED, JOINED)]
     assert list(apart) == list(joined) == ["x_norm", "dx_norm", "dw_norm", "runs"]
@@ -448,6 +448,7 @@ def test_what_is_not_served_is_refused_by_name():
         TypeError,
     )
     wrong(lambda: split_logs(params["head"], twice), r"split_logs: dparams must be a tree with 'layers.0'", TypeError)
+    wrong(lambda: split_logs({"embed": None}, twice), r"split_logs: dparams must be a tree with layers.\*, .*head", TypeError)
     wrong(lambda: split_logs(params, MODEL), r"split_logs: cfg must be one from with_logs, got one without logs")
     named = ChainConfig(steps=(Step("logs", linear, LinearConfig(WIDTH, WIDTH)),))
     outer = ChainConfig(steps=(Step("inner", chain, named),))

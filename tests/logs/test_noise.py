@@ -23,7 +23,7 @@ D = torch.float64
 
 
 def test_the_estimators_are_unbiased():
-    """Of gradients of examples that are drawn around G with variance 4 in each of 50 directions: S is 200, |G|^2 is 2."""
+    """Gradients of examples are drawn around G with variance 4 in each of 50 directions: S is 200, |G|^2 is 2."""
     draw, mean, small, microbatches, steps = torch.Generator().manual_seed(0), torch.full((50,), 0.2, dtype=D), 2, 4, 4000
     examples = mean + 2 * torch.randn(steps, microbatches, small, 50, generator=draw, dtype=D)
     each = examples.mean(2)

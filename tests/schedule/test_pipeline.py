@@ -54,6 +54,7 @@ LINES = {
     "leaves": 18,
     "tied": 2,
     "frozen": 1,
+    "logged": SCHEDULES,
     "outputs": 2,
     "reduce": 3,
     "modules": 12,

@@ -2,7 +2,7 @@
 case, or fails; their exit codes are printed last.
 
 MODES of a pair, with commas between: gradients (for every schedule), curve (for six); drawn; leveled; leaves; tied; frozen;
-outputs; reduce; modules; nan, refused (rank 1's first step), kill, raise (rank 1 goes wrong in its second step). Each
+logged; outputs; reduce; modules; nan, refused (rank 1's first step), kill, raise (rank 1 goes wrong in its second step). Each
 says `== MODE` first.
 """
 
@@ -25,6 +25,7 @@ from staged import DIM, USER, decoder, layered, linears, microbatches, reference
 from funcops import Needs, chain, random
 from funcops.adapters.pipelining import BucketedMean, Pipeline, split_stage
 from funcops.engine.trees import paths, tree_map, tree_map_tensors
+from funcops.logs import logs_init, split_logs, with_logs
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.schedule import (
     Schedule,
@@ -179,6 +180,29 @@ def frozen():
     print("frozen", distance(trained, want))
     still = [t for name, tree in dparams.items() if name in ("s0", "s1") for t in paths(tree).values() if t is not None]
     assert all(bool((t == 1).all()) for t in still)
+
+
+def logged():
+    """Each rank has the values of its stages, a row for each microbatch."""
+    model, params, xs = setup(cfg=decoder(4))
+    asked = {name: ("dx_norm", "dw_norm") for name in ("s1", "s2")} | {"s3": ("dw_norm",)}
+    alone = with_logs(model, asked)
+    want = [split_logs(run(gpipe(4, 1), logs_init(params, alone), [x], alone).dparams, alone)[1] for x in xs]
+    for name, schedule in SCHEDULES.items():
+        count = schedule.microbatches
+        cfg = with_logs(model, asked, runs=count)
+        pipeline = Pipeline(schedule, cfg, xs[0], dtype=torch.float64)
+        _, dparams, *_ = pipeline.step(logs_init(local(pipeline, params), cfg), xs[:count])
+        _, found = split_logs(dparams, cfg)
+        assert set(found) == {*asked} & {*pipeline.names}
+        far = 0.0
+        for path, named in found.items():
+            for key in asked[path]:
+                one = torch.stack([m[path][key] for m in want[:count]]) / count  # the mean over microbatches has the gradient
+                # the user's schedule does not run weight gradients in the order of microbatches, which rows have
+                got, one = (t.sort().values if name == "user" else t for t in (named[key], one))
+                far = max(far, float((got - one).abs().max() / one.abs().max()))
+        print(name, far)
 
 
 def outputs():
