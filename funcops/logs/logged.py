@@ -44,7 +44,8 @@ from funcops.engine.contract.walk import nested as parts_of
 from funcops.engine.errors import FLOATS, check, describe, fail, join_path, require, require_count
 from funcops.engine.program.accumulator_checks import check_into_tree
 from funcops.engine.program.values import abstract_params
-from funcops.engine.residuals.nested import nested, part
+from funcops.engine.residuals.donate import donate
+from funcops.engine.residuals.nested import nested
 from funcops.engine.trees import (
     FIELDS,
     WithExtras,
@@ -341,7 +342,7 @@ def logged_fwd(params: Any, x: Any, cfg: LoggedConfig, *, needs: Needs = Needs.A
 def _first_half(node: Any, dy: Any, cfg: LoggedConfig, run: Any) -> tuple[Any, Any, Any]:
     """Run `run(residuals)` of the body, which returns its dx first. Returns dx, as the needs ask for it, the values so far, and
     what else was returned."""
-    kept, of_forward = part(node, "body"), part(node, LEAF)
+    kept, of_forward = _part(node, "body"), _part(node, LEAF)
     if of_forward is None:
         dx, found = run(kept)
         return _asked(dx, node.needs), None, found
@@ -376,11 +377,20 @@ def logged_dgrad(residuals: Any, dy: Any, cfg: LoggedConfig) -> tuple[Any, Any]:
     require_config("logged_dgrad", cfg, LoggedConfig)
     node = open_node("logged_dgrad", residuals, LoggedResiduals, cfg)
     if dy is None:
-        return _dgrad(part(node, "body"), None, cfg)[0], None
+        return _dgrad(_part(node, "body"), None, cfg)[0], None
     dx, row, waiting = _first_half(node, dy, cfg, lambda kept: _dgrad(kept, dy, cfg))
     if waiting is None and row is None:
         return dx, None
     return dx, LoggedPending({"body": waiting, LEAF: row}, cfg=cfg, needs=node.needs)
+
+
+def _part(node: Any, name: str) -> Any:
+    """A part of residuals or a pending, donated if these were, which then let go of it."""
+    child = node[name]
+    if not node.donated or child is None:
+        return child
+    node[name] = None
+    return donate(child)
 
 
 def _dgrad(kept: Any, dy: Any, cfg: LoggedConfig) -> tuple[Any, Any]:
@@ -396,7 +406,7 @@ def logged_wgrad(pending: Any, cfg: LoggedConfig, *, into: Any = None) -> Any:
         check_into_tree("logged_wgrad", into, logged, cfg, node)
     if node is None:
         return _without(cfg) if into is None else into
-    body, values = part(node, "body"), part(node, LEAF)
+    body, values = _part(node, "body"), _part(node, LEAF)
     if values is not None:
         values = open_node("logged_wgrad", values, ValuesSoFar, cfg)
     asks = values is not None
@@ -410,7 +420,7 @@ def logged_bwd(residuals: Any, dy: Any, cfg: LoggedConfig, *, into: Any = None) 
     if into is not None:
         check_into_tree("logged_bwd", into, logged, cfg, node, dy)
     if dy is None:
-        dx, _ = _dgrad(part(node, "body"), None, cfg)
+        dx, _ = _dgrad(_part(node, "body"), None, cfg)
         return (_without(cfg) if into is None else into), dx
     dx = None
 

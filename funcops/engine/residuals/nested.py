@@ -11,7 +11,7 @@ from funcops.engine.errors import DonatedError, fail
 from funcops.engine.residuals.donate import donate
 from funcops.engine.trees import Aside, WithExtras, register_node
 
-__all__ = ["Nested", "nested", "part"]
+__all__ = ["Nested", "nested"]
 
 
 def part(node: Any, name: Any) -> Any:
