@@ -17,7 +17,7 @@ from funcops.engine.contract.schema import DGRAD, RECOMPUTE, WGRAD, Donated, Pha
 from funcops.engine.errors import in_step, require
 from funcops.engine.residuals.forms import from_form, in_blocks, to_form
 from funcops.engine.residuals.policy import Action, Drop
-from funcops.memory.disk import let_go
+from funcops.memory.away import let_go
 
 Actions = tuple[tuple[str, Action], ...]  # by field
 

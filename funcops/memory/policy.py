@@ -27,7 +27,7 @@ from funcops.engine.program.lower import lower
 from funcops.engine.residuals.forms import Packed, has_form, one_form_each
 from funcops.engine.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save
 from funcops.engine.trees import paths
-from funcops.memory.disk import Disk
+from funcops.memory.away import Away
 from funcops.memory.layers import any_layer, laid_out
 from funcops.memory.packing import packed
 from funcops.memory.parts import (
@@ -109,7 +109,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
             made = *resolved(op, cfg, policy), _Unseen.of(op, cfg, policy)
             for pattern, action in policy.rules:
                 place = getattr(action, "place", action)
-                if isinstance(place, Disk):
+                if isinstance(place, Away):
                     place.check("with_policy", f"rules at {pattern!r}")
             found = remember(memo, cfg, made)
         return found

@@ -52,7 +52,7 @@ from funcops.engine.residuals.offload import copies
 from funcops.engine.residuals.report import kept_values
 from funcops.engine.trees import tensors, tree_map_tensors
 from funcops.graphs import graphed
-from funcops.memory import disk
+from funcops.memory import away, disk
 from funcops.models.blocks import mlp_config
 from funcops.testing.checks import same_bits
 
@@ -360,7 +360,7 @@ def test_dropped_before_its_turn(folder, monkeypatch):
     busy, made, real = threading.Event(), [], os.open
     monkeypatch.setattr(os, "open", lambda path, *rest: made.append(str(path)) or real(path, *rest))
     disk._threads(os.getpid())[0].submit(busy.wait)
-    for _ in range(disk.AHEAD):
+    for _ in range(away.AHEAD):
         op.fwd(None, X, ONE)
     busy.set()
     assert files(folder) == [] and not [path for path in made if path.endswith(".residual")]
@@ -370,14 +370,14 @@ def test_a_slow_disk_holds_few_tensors(folder):
     """The forward waits for the thread, so that the memory of what it keeps is bounded."""
     op, busy, kept = with_policy(softcap, Policy({"x": Disk(folder)})), threading.Event(), []
     disk._threads(os.getpid())[0].submit(busy.wait)
-    running = threading.Thread(target=lambda: kept.extend(op.fwd(None, X, ONE)[1] for _ in range(3 * disk.AHEAD)))
+    running = threading.Thread(target=lambda: kept.extend(op.fwd(None, X, ONE)[1] for _ in range(3 * away.AHEAD)))
     running.start()
     running.join(0.5)
-    assert running.is_alive() and len(kept) <= disk.AHEAD
+    assert running.is_alive() and len(kept) <= away.AHEAD
     busy.set()
     running.join()
     written(folder)
-    assert len(kept) == 3 * disk.AHEAD and all(node.x.parts[0].file.held is None for node in kept)
+    assert len(kept) == 3 * away.AHEAD and all(node.x.parts[0].kept.held is None for node in kept)
     kept.clear()
 
 
@@ -447,7 +447,7 @@ def test_what_a_dgrad_does_not_read_is_not_held_until_the_wgrad(folder):
     y, kept = op.fwd(params, X, cfg)
     written(folder)
     _, pending = op.dgrad(donate(kept), torch.ones_like(y), cfg)
-    waiting = [value.parts[0].file for _, value, _ in kept_values(pending) if getattr(value, "place", "") == "file"]
+    waiting = [value.parts[0].kept for _, value, _ in kept_values(pending) if getattr(value, "place", "") == "file"]
     assert len(waiting) == 3 and all(file.reading is None and file.held is None for file in waiting)
     want = repeat.bwd(repeat.fwd(params, X, cfg)[1], torch.ones_like(y), cfg)[0]
     same_bits(op.wgrad(donate(pending), cfg), want, "later")

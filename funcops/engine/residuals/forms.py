@@ -26,7 +26,7 @@ from funcops.engine.trees import leaf, static, tree, tree_map
 __all__ = ["Layout", "Packed", "block_of", "from_form", "has_form", "in_blocks", "one_form_each", "to_form"]
 
 
-AT = {"host": " on the host", "file": " in a file"}  # what a report says of a form in a place
+AT = {"here": "", "host": " on the host", "file": " in a file"}  # what a report says of a form in a place
 
 
 class Layout(NamedTuple):
@@ -73,11 +73,12 @@ class Packed:
     def form(self) -> str:
         """The name of the form in a report."""
         name = str(self.action.codec) if isinstance(self.action, Compress) else short(self.dtype)
-        return name + AT.get(self.place, "")
+        return name + AT.get(self.place, f" on {self.place}")
 
     @property
     def place(self) -> str:
-        """The place of its bytes: "here", on the device that computes, the memory of its "host", or a "file"."""
+        """The place of its bytes: "here", on the device that computes, the memory of its "host", a "file", or another
+        by its name, such as "rank 1 of pp"."""
         away = self.parts[0] if type(self.parts[0]) is Packed else self
         return getattr(away.parts[0], "place", "host") if isinstance(away.action, Offload) else "here"
 

@@ -99,8 +99,8 @@ def _ranged(first: str, last: str) -> str:
 
 class Row(NamedTuple):
     """One kept tensor. `bytes` is 0 if it shares the storage of `alias_of`: a parameter, an input, an earlier row. A tensor kept in
-    another form, such as a `QTensor`, has the original's shape, and the form's name as `dtype`. `place`: "here", "host" or
-    "file"."""
+    another form, such as a `QTensor`, has the original's shape, and the form's name as `dtype`. `place`: "here", "host", "file"
+    or the name of another."""
 
     path: str
     shape: tuple[int, ...]
@@ -131,8 +131,10 @@ class Report:
 
     @property
     def places(self) -> dict[str, int]:
-        """The kept bytes by place: "here", where the op computes, in the memory of its "host", and in a "file"."""
-        return {place: sum([row.bytes for row in self.rows if row.place == place]) for place in ("here", "host", "file")}
+        """The kept bytes by place: "here", where the op computes, in the memory of its "host", in a "file", and in each other place
+        by its name, such as "rank 1 of pp"."""
+        names = dict.fromkeys(["here", "host", "file", *[row.place for row in self.rows]])
+        return {place: sum([row.bytes for row in self.rows if row.place == place]) for place in names}
 
     def dicts(self) -> list[dict[str, Any]]:
         return [row._asdict() for row in self.rows]
