@@ -1,6 +1,7 @@
 """Pipeline schedules as data: for each rank a list of actions on (stage, microbatch)."""
 
 from funcops.schedule.actions import Action, Schedule
+from funcops.schedule.at import At
 from funcops.schedule.choices import Choice, stage_choices
 from funcops.schedule.chunked import dualpipe_v, interleaved_1f1b, interleaved_zb, zb_v
 from funcops.schedule.collectives import Collective, Link
@@ -11,6 +12,7 @@ from funcops.schedule.fewer_ranks import fold
 from funcops.schedule.generators import gpipe, one_f_one_b, zb_h1, zb_h2
 from funcops.schedule.gpus import GPU, GPUS
 from funcops.schedule.layout import Layout
+from funcops.schedule.lend import Lent, lend
 from funcops.schedule.level import Leveled, level
 from funcops.schedule.measure import measure, measure_stages
 from funcops.schedule.mixture import Mixture
@@ -19,9 +21,9 @@ from funcops.schedule.predict import Predicted, predict
 from funcops.schedule.run import Ran, run
 from funcops.schedule.simulate import Costs, Network, Simulated, simulate
 
-__all__ = ["Action", "Choice", "Collective", "Costs", "Decoder", "GPU", "GPUS", "Layout"]
-__all__ += ["Leveled", "Link", "Mixture", "Network", "Plan", "Predicted", "Ran", "Schedule", "Simulated"]
-__all__ += ["delay_w", "draw", "dualpipe_v", "fold", "gpipe", "interleaved_1f1b", "interleaved_zb", "level", "measure"]
+__all__ = ["Action", "At", "Choice", "Collective", "Costs", "Decoder", "GPU", "GPUS", "Layout"]
+__all__ += ["Lent", "Leveled", "Link", "Mixture", "Network", "Plan", "Predicted", "Ran", "Schedule", "Simulated"]
+__all__ += ["delay_w", "draw", "dualpipe_v", "fold", "gpipe", "interleaved_1f1b", "interleaved_zb", "lend", "level", "measure"]
 __all__ += [
     "measure_stages",
     "one_f_one_b",

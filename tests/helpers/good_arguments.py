@@ -338,6 +338,7 @@ MADE = {
     "Graphed",
     "GraphedOp",
     "InFlight",
+    "Lent",
     "Leveled",
     "ModelErrors",
     "Plan",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from datetime import timedelta
 from typing import Any
 
 import torch
 from good_rows import CFG, CHAIN, NAME, Row, chain_params, params, x
 
-from funcops import Needs, linear, schedule
+from funcops import Needs, dist, linear, schedule
 from funcops.engine.trees import tree_map_tensors
 
 
@@ -42,7 +44,22 @@ def run_good() -> dict[str, Any]:
     }
 
 
+NUMBERS = itertools.count()
+
+
+def an_axis() -> dict[str, Any]:
+    """An axis of one rank, with another name each time: it lends once."""
+    name = f"axis{next(NUMBERS)}"
+    return {"mesh": dist.Mesh.abstract({name: 1}, 0), "axis": name}
+
+
 SCHEDULES = {
+    "schedule.At": Row(lambda: {"rank": 1, "axis": dist.Mesh.abstract({"pp": 2}, 0)["pp"]}, {"rank": (2,)}),
+    "schedule.lend": Row(
+        lambda: {**an_axis(), "nbytes": 8, "host": "localhost", "wait": timedelta(seconds=1)},
+        {"axis": ("no such",), "nbytes": ({3: 1}, {0: -1}), "wait": (timedelta(0),)},
+        {("host", "''"): "one rank has nobody to reach", ("host", "'no such'"): "one rank has nobody to reach"},
+    ),
     "schedule.Costs": Row(lambda: {**{f.name: 1.0 for f in dataclasses.fields(schedule.Costs)}, "collectives": (a_collective(),)}),
     "schedule.Network": Row(
         lambda: {

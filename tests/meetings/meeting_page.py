@@ -50,6 +50,11 @@ The mixture's router has no losses and no `capacity` here. With one of them and 
 of `cp` raises for the step `route`: ranks have different numbers of tokens that are not padding. `decode` and `generate` refuse
 a `capacity`.
 
+Two places of a policy have no rows here: they depend on what a step does, and not on the model. `Disk(folder)` and
+`At(rank, axis)` work with halves, `donate`, several microbatches, pickles and `remat`. Features 23 and 24, graphs and
+`torch.compile`, refuse them by name: a file would be written, or a tensor sent, once
+([table](what-a-block-keeps.md#in-8-bits)).
+
 ## The features
 
 | | feature | how it is turned on |

@@ -81,7 +81,7 @@ class Offload:
 class Compress:
     """Keep the tensor in fewer bytes, by codec "bf16", "fp8" (blocks of 128), "mxfp8" (blocks of 32) or "int8";
     `funcops.engine.residuals.codec` states their errors. `Compress(codec) | Offload()` keeps these bytes in the host's memory,
-    `Compress(codec) | Disk(folder)` in files.
+    `Compress(codec) | Disk(folder)` in files, `| At(rank, axis)` at another rank.
 
     >>> import torch
     >>> from funcops import Compress, Policy, SoftcapConfig, report, softcap, with_policy
