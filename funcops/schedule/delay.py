@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from funcops.engine.errors import fail, require, require_number, require_type
 from funcops.schedule.actions import Action, Schedule
@@ -31,22 +33,10 @@ def delay_w(
     require_number("delay_w", 0, finite=False, budget_bytes=budget_bytes)
     require(budget_bytes > 0, "delay_w", "budget_bytes", "above 0", budget_bytes)
     model = Model.of(schedule, costs, network, "delay_w")
-    tried = [schedule]
-    refusal: ValueError | None = None
-    for patient in (False, True):
-        try:
-            tried.append(_Placing(schedule, model, budget_bytes, patient).run())
-        except ValueError as error:
-            refusal = error
-    within = [
-        one for one in (simulate(each, costs, network) for each in tried) if max(one.peak_bytes) <= budget_bytes * (1 + ROUNDING)
-    ]
-    if not within and refusal is not None:
-        raise refusal
-    return _best(within).schedule
+    return Delaying(simulate(schedule, costs, network), model).within(budget_bytes)
 
 
-def _best(found: list[Simulated]) -> Simulated:
+def _best(found: Sequence[Simulated | _Placed]) -> Simulated | _Placed:
     """The fastest; ties go to the least peak bytes of the largest rank, then to the least sum over the ranks, then to the first.
     Sums of the same costs in another order differ by rounding, and count as equal here."""
     for of in (lambda one: one.time, lambda one: max(one.peak_bytes), lambda one: sum(one.peak_bytes)):
@@ -55,82 +45,167 @@ def _best(found: list[Simulated]) -> Simulated:
     return found[0]
 
 
+class _Placed(NamedTuple):
+    """The actions of each rank, the time of the step, and the most bytes that each rank holds: what `simulate` would find. It is
+    the same within all budgets from `least` on that are smaller than `below`."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+    time: float
+    peak_bytes: tuple[float, ...]
+    least: float
+    below: float
+
+
+class _Next(NamedTuple):
+    """A forward or dgrad that a rank has to place."""
+
+    action: Action
+    whole: Action | None  # the backward that was split
+    weight: Action | None  # the weight gradient that a dgrad leaves
+    input: int  # the number of its input, -1 for one that is there from the start
+    output: int  # the number of the input that it makes, -1 for none
+    time: float
+    time_whole: float
+    send: float
+    kept: float  # the bytes that it adds
+    residual: float
+
+
+class Delaying:
+    """A simulated schedule, of which `within` makes others. What does not depend on the budget is done once."""
+
+    def __init__(self, before: Simulated, model: Model) -> None:
+        self.before, self.model = before, model
+        self.known: dict[bool, list[_Placed]] = {False: [], True: []}  # by patience
+        schedule = before.schedule
+        count, last, size = schedule.microbatches, schedule.stages - 1, schedule.stages * schedule.microbatches
+        self.todo: list[list[_Next]] = []
+        for actions in schedule.ranks:
+            own: list[_Next] = []
+            for action in actions:
+                stage, kind, m = action
+                costs, index = model.costs[stage], stage * count + m
+                if kind == "F":
+                    ins, outs = index if stage else -1, index + count if stage < last else -1
+                    send, kept = model.send[stage], costs.residual_bytes
+                    own.append(_Next(action, None, None, ins, outs, costs.forward, 0.0, send, kept, costs.residual_bytes))
+                elif kind != "W":
+                    ins, outs = size + index if stage < last else -1, size + index - count if stage else -1
+                    send, kept = model.send[stage - 1] if stage else 0.0, costs.pending_bytes - costs.residual_bytes
+                    times = costs.time("I"), costs.time("B")
+                    split, whole = (action, None) if kind == "I" else (Action(stage, "I", m), action)
+                    own.append(_Next(split, whole, Action(stage, "W", m), ins, outs, *times, send, kept, costs.residual_bytes))
+            self.todo.append(own)
+
+    def within(self, budget: float) -> Schedule:
+        """The best placement within a budget of bytes."""
+        tried: list[Simulated | _Placed] = [self.before]
+        refusal: ValueError | None = None
+        for patient in (False, True):
+            try:
+                tried.append(self._placed(budget, patient))
+            except ValueError as error:
+                refusal = error
+        fitting = [one for one in tried if max(one.peak_bytes) <= budget * (1 + ROUNDING)]
+        if not fitting and refusal is not None:
+            raise refusal
+        best = _best(fitting)
+        given = self.before.schedule
+        return given if isinstance(best, Simulated) else Schedule(f"{given.name}, delayed", best.ranks)
+
+    def _placed(self, budget: float, patient: bool) -> _Placed:
+        found = next((one for one in self.known[patient] if one.least <= budget < one.below), None)
+        if found is None:
+            found = _Placing(self, budget, patient).run()
+            self.known[patient].append(found)
+        return found
+
+
 class _Placing:
     """Runs all ranks in the order of time: a free rank takes its next forward or dgrad, or a weight gradient that waits.
     `patient`: it waits if its next input is known to arrive before a weight gradient would end."""
 
-    def __init__(self, schedule: Schedule, model: Model, budget: float, patient: bool) -> None:
-        self.schedule, self.model, self.budget, self.patient = schedule, model, budget, patient
-        self.todo = [[a._replace(kind="I") if a.kind == "B" else a for a in actions if a.kind != "W"] for actions in schedule.ranks]
-        self.whole = {a._replace(kind="I") for actions in schedule.ranks for a in actions if a.kind == "B"}
-        self.at = [0] * len(self.todo)
-        self.waiting: list[deque[Action]] = [deque() for _ in self.todo]
-        self.placed: list[list[Action]] = [[] for _ in self.todo]
-        self.held = [0.0] * len(self.todo)
-        self.arrival: dict[tuple[int, str, int], float] = {}  # of a stage's input: x for F, dy for I
-        self.blocked: dict[Action, tuple[int, float]] = {}  # by the action whose input is awaited: the rank, and when it was free
-        self.events = [(0.0, rank) for rank in range(len(self.todo))]
+    def __init__(self, of: Delaying, budget: float, patient: bool) -> None:
+        self.schedule, self.model, self.budget, self.patient = of.before.schedule, of.model, budget, patient
+        self.todo, ranks = of.todo, len(of.todo)
+        self.at = [0] * ranks
+        self.least, self.below = 0.0, math.inf  # the largest number of bytes that fitted the budget, the smallest that did not
+        self.waiting: list[deque[Action]] = [deque() for _ in range(ranks)]
+        self.placed: list[list[Action]] = [[] for _ in range(ranks)]
+        self.held, self.peak, self.free = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+        self.arrival: dict[int, float] = {-1: 0.0}  # by the number of an input
+        self.blocked: dict[int, tuple[int, float]] = {}  # by the input that is awaited: the rank, and when it was free
+        self.events = [(0.0, rank) for rank in range(ranks)]
 
-    def run(self) -> Schedule:
+    def run(self) -> _Placed:
         while self.events:
             now, rank = heapq.heappop(self.events)
             self._act(now, rank)
-        for rank, actions in enumerate(self.todo):
-            if self.at[rank] < len(actions):  # as a pair with its forward it could go on, split it cannot
-                fail("delay_w", f"rank {rank}", f"able to go on at {actions[self.at[rank]]}", "a wait without end")
-        return Schedule(f"{self.schedule.name}, delayed", tuple(map(tuple, self.placed)))
+        for rank, own in enumerate(self.todo):
+            if self.at[rank] < len(own):  # as a pair with its forward it could go on, split it cannot
+                fail("delay_w", f"rank {rank}", f"able to go on at {own[self.at[rank]].action}", "a wait without end")
+        for stage, rank in self.schedule.rank_of.items():
+            self.free[rank] += self.model.after[stage]
+        return _Placed(tuple(map(tuple, self.placed)), max(self.free), tuple(self.peak), self.least, self.below)
 
     def _act(self, now: float, rank: int) -> None:
-        waiting = self.waiting[rank]
-        if self.at[rank] == len(self.todo[rank]):
+        waiting, todo, at = self.waiting[rank], self.todo[rank], self.at[rank]
+        if at == len(todo):
             if waiting:
                 self._weight(now, rank)
             return
-        action = self.todo[rank][self.at[rank]]
-        if waiting and self.held[rank] + self._kept(action) > self.budget:
+        following = todo[at]
+        if waiting and self._over(self.held[rank] + following.kept):
             return self._weight(now, rank)
-        comes = self._comes(action)
+        comes = self.arrival.get(following.input)  # None if it is not known yet
         if comes is not None and comes <= now:
-            self._take(now, rank, action)
+            self._take(now, rank, following)
         elif waiting and (comes is None or not self.patient or comes >= now + self.model.costs[waiting[0].stage].wgrad):
             self._weight(now, rank)
         elif comes is not None:
             heapq.heappush(self.events, (comes, rank))
         else:
-            self.blocked[action] = rank, now
+            self.blocked[following.input] = rank, now
 
-    def _comes(self, action: Action) -> float | None:
-        """The time at which the action's input from another stage arrives; None if it is not known yet."""
-        first = action.stage == (0 if action.kind == "F" else self.schedule.stages - 1)
-        return 0.0 if first else self.arrival.get(action)
+    def _over(self, need: float) -> bool:
+        if need > self.budget:
+            self.below = min(self.below, need)
+            return True
+        if need > self.least:
+            self.least = need
+        return False
 
-    def _kept(self, action: Action) -> float:
-        own = self.model.costs[action.stage]
-        return own.residual_bytes if action.kind == "F" else own.pending_bytes - own.residual_bytes
-
-    def _take(self, now: float, rank: int, action: Action) -> None:
-        stage, kind, m = action
-        need = self.held[rank] + self._kept(action)
-        if whole := need > self.budget and action in self.whole:
-            need = self.held[rank] - self.model.costs[stage].residual_bytes  # a B never holds its pending
-        elif need > self.budget:
-            fail("delay_w", "budget_bytes", f"at least {need:g} for rank {rank} at {action}", f"{self.budget:g}")
-        self.held[rank], self.at[rank] = need, self.at[rank] + 1
-        self.placed[rank].append(action._replace(kind="B") if whole else action)
-        end = now + self.model.costs[stage].time("B" if whole else kind)
-        if kind == "I" and not whole:
-            self.waiting[rank].append(Action(stage, "W", m))
-        after = stage + 1 if kind == "F" else stage - 1
-        if 0 <= after < self.schedule.stages:
-            told = Action(after, kind, m)
-            self.arrival[told] = end + self.model.send[min(stage, after)]
-            if told in self.blocked:
-                reader, since = self.blocked.pop(told)
-                heapq.heappush(self.events, (max(since, self.arrival[told]), reader))
-        heapq.heappush(self.events, (end, rank))
+    def _take(self, now: float, rank: int, given: _Next) -> None:
+        need = self.held[rank] + given.kept
+        over = self._over(need)
+        if over and given.whole is not None:
+            need = self.held[rank] - given.residual  # a B never holds its pending
+            self.placed[rank].append(given.whole)
+            end = now + given.time_whole
+        else:
+            if over:
+                fail("delay_w", "budget_bytes", f"at least {need:g} for rank {rank} at {given.action}", f"{self.budget:g}")
+            self.placed[rank].append(given.action)
+            end = now + given.time
+            if given.weight is not None:
+                self.waiting[rank].append(given.weight)
+            self.peak[rank] = max(self.peak[rank], need)
+        self.held[rank] = need
+        self.at[rank] += 1
+        if given.output >= 0:
+            self.arrival[given.output] = arrival = end + given.send
+            if given.output in self.blocked:
+                reader, since = self.blocked.pop(given.output)
+                heapq.heappush(self.events, (max(since, arrival), reader))
+        self._free(end, rank)
 
     def _weight(self, now: float, rank: int) -> None:
         action = self.waiting[rank].popleft()
         self.placed[rank].append(action)
-        self.held[rank] -= self.model.costs[action.stage].pending_bytes
-        heapq.heappush(self.events, (now + self.model.costs[action.stage].wgrad, rank))
+        costs = self.model.costs[action.stage]
+        self.held[rank] -= costs.pending_bytes
+        self._free(now + costs.wgrad, rank)
+
+    def _free(self, end: float, rank: int) -> None:
+        self.free[rank] = end
+        heapq.heappush(self.events, (end, rank))

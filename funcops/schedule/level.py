@@ -16,7 +16,7 @@ from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.errors import fail, in_html, on_screen, require, require_number, require_type
 from funcops.schedule.actions import Schedule
 from funcops.schedule.choices import Choice
-from funcops.schedule.delay import delay_w
+from funcops.schedule.delay import Delaying
 from funcops.schedule.draw import draw_held
 from funcops.schedule.simulate import ROUNDING, Costs, Model, Network, Simulated, shown_bytes, simulate
 from funcops.schedule.stage import check_staged
@@ -159,11 +159,11 @@ def _delayed(before: Simulated, costs: Sequence[Costs], network: Network | None)
     schedule, low, high = before.schedule, min(before.peak_bytes), max(before.peak_bytes)
     if schedule.together or not any(action.kind == "W" for actions in schedule.ranks for action in actions):
         return
-    seen = {schedule.ranks}
+    seen, delaying = {schedule.ranks}, Delaying(before, Model.of(schedule, costs, network, "level"))
     for i in range(BUDGETS):
         budget = low + (high - low) * i / BUDGETS
         try:
-            made = delay_w(schedule, budget, costs, network)
+            made = delaying.within(budget)
         except ValueError:  # the budget is too small for a rank
             continue
         if made.ranks not in seen:
@@ -215,11 +215,13 @@ def _alive(schedule: Schedule, rank: int, stages: list[int]) -> list[tuple[int, 
     """The numbers of residuals and pendings of each stage that a rank holds at the times at which it may hold most."""
     at = {stage: 2 * i for i, stage in enumerate(stages)}
     counts, seen = [0] * (2 * len(stages)), dict[tuple[int, ...], None]()
-    for stage, kind, _ in schedule.ranks[rank]:
+    actions = schedule.ranks[rank]
+    for (stage, kind, _), following in itertools.zip_longest(actions, actions[1:]):
         i = at[stage]
         counts[i] += {"F": 1, "I": -1, "W": 0, "B": -1}[kind]
         counts[i + 1] += {"F": 0, "I": 1, "W": -1, "B": 0}[kind]
-        seen[tuple(counts)] = None
+        if following is None or following.kind != "F":  # else more is held after the next action
+            seen[tuple(counts)] = None
     most: list[tuple[int, ...]] = []
     for one in sorted(seen, key=sum, reverse=True):  # what holds as much of each has a larger sum
         if not any([all(map(operator.le, one, more)) for more in most]):
