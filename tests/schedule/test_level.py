@@ -1,7 +1,11 @@
 """Pipelines kept level: a policy for each stage, so that ranks hold about as many bytes as each other."""
 
 import functools
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +124,22 @@ def test_what_the_plan_saves_is_not_allocated(monkeypatch):
         assert all(waiting <= nbytes <= waiting + sums + between for nbytes, waiting in found)
         most.append(max(waiting for _, waiting in found))
     assert most[1] < 0.6 * most[0]
+
+
+@pytest.mark.slow
+def test_four_processes_allocate_alike(tmp_path):
+    """Each process counts what its allocator gives; the ranks compare the losses and gradients with the plain schedule's bits."""
+    script = Path(__file__).with_name("two_ranks.py")
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path), "4:allocated"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    errors = [(tmp_path / f"allocated-{rank}.err").read_text()[-3000:] for rank in range(4)]
+    assert json.loads(done.stdout) == {f"allocated-{rank}": 0 for rank in range(4)}, errors
+    texts = [(tmp_path / f"allocated-{rank}.out").read_text() for rank in range(4)]
+    assert len(set(texts)) == 1
+    ratios = {name: (float(plain), float(leveled)) for name, plain, leveled in map(str.split, texts[0].splitlines()[1:])}
+    least = {"one_f_one_b": 1.5, "zb_v": 1.25, "interleaved_1f1b": 1.3}
+    assert {name for name, (plain, leveled) in ratios.items() if plain > least[name] and leveled <= 1.1} == set(least), ratios
 
 
 @pytest.mark.turns("name")

@@ -1,9 +1,9 @@
-"""Pairs of ranks that run a pipeline, all at once: `python two_ranks.py FOLDER MODES...`. Each rank prints a line of numbers a
-case, or fails; their exit codes are printed last.
+"""Groups of ranks that run a pipeline, all at once: `python two_ranks.py FOLDER [COUNT:]MODES...`, two ranks unless told. Each rank
+prints a line of numbers a case, or fails; their exit codes are printed last.
 
-MODES of a pair, with commas between: gradients (for every schedule), curve (for six); drawn; leveled; leaves; tied; frozen;
-logged; outputs; reduce; modules; nan, refused (rank 1's first step), kill, raise (rank 1 goes wrong in its second step). Each
-says `== MODE` first.
+MODES of four ranks: allocated. MODES of a pair, with commas between: gradients (for every schedule), curve (for six); drawn;
+leveled; leaves; tied; frozen; logged; outputs; reduce; modules; nan, refused (rank 1's first step), kill, raise (rank 1 goes wrong
+in its second step). Each says `== MODE` first.
 """
 
 import functools
@@ -12,6 +12,7 @@ import os
 import random as random_numbers
 import sys
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,10 +22,12 @@ from drawn import every
 from exchanged import check_exchanged, exchange, exchanged
 from forked import codes
 from staged import DIM, USER, decoder, layered, linears, microbatches, reference, routed_stages, square_error, stages_of_modules
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import Needs, chain, random
 from funcops.adapters.pipelining import BucketedMean, Pipeline, split_stage
-from funcops.engine.trees import paths, tree_map, tree_map_tensors
+from funcops.engine.residuals.report import storage_of
+from funcops.engine.trees import paths, tensors, tree_map, tree_map_tensors
 from funcops.logs import logs_init, split_logs, with_logs
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.schedule import (
@@ -43,7 +46,7 @@ from funcops.schedule import (
 )
 from funcops.testing.checks import same_bits
 
-M, DRAWN = 8, 18
+M, DRAWN, ROWS = 8, 18, 48
 LONG, SHORT = timedelta(minutes=10), timedelta(seconds=20)
 
 
@@ -115,6 +118,51 @@ def leveled():
         assert ys is None or torch.equal(torch.stack(ys), torch.stack(want.ys))
         assert peak <= plan.after.peak_bytes[dist.get_rank()], "a tensor that two stages share counts once"
         print("leveled", 0.0)
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes at a time of the storages that are made while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.nbytes, self.peak = set(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        given = {storage_of(t) for t in tensors((args, kwargs))}
+        for t in tensors(found):
+            key, size = storage_of(t), t.untyped_storage().nbytes()
+            if key not in given and key not in self.alive:
+                self.alive.add(key)
+                self.nbytes += size
+                weakref.finalize(t.untyped_storage(), self.freed, key, size)
+        self.peak = max(self.peak, self.nbytes)
+        return found
+
+    def freed(self, key, size):
+        self.alive.discard(key)
+        self.nbytes -= size
+
+
+def allocated():
+    """The largest peak of four ranks over their mean, of the bytes that their allocators gave, without a plan and with it; the bits
+    are equal. The sums of gradients and the values of one action are a part of the peaks."""
+    for made in (one_f_one_b(4, 16), zb_v(4, 16), interleaved_1f1b(4, 16)):
+        cfg = layered(made.stages, 32 // made.stages)
+        params, xs = chain.init(cfg, key=random.key(1), dtype=torch.float64), microbatches(16, cfg, rows=ROWS)
+        plan = level(made, stage_choices(cfg, xs[0], dtype=torch.float64, count=12))
+        found, ratios = [], []
+        for schedule, staged in ((made, cfg), (plan.schedule, plan.staged(cfg))):
+            pipeline = Pipeline(schedule, staged, xs[0], dtype=torch.float64)
+            own = local(pipeline, params)
+            with Allocated() as counted:
+                found.append(pipeline.step(own, xs))
+            every = [torch.zeros((), dtype=torch.int64) for _ in range(4)]
+            dist.all_gather(every, torch.tensor(counted.peak))
+            ratios.append(max(map(int, every)) * 4 / sum(map(int, every)))
+        assert found[1].peak_bytes <= plan.after.peak_bytes[dist.get_rank()]
+        same_bits((found[1].ys, found[1].dparams), (found[0].ys, found[0].dparams), f"of {made.name}")
+        print(made.name, *ratios)
 
 
 def leaves():
@@ -328,9 +376,9 @@ def modules():
                 print(name, static, distance(got, want))
 
 
-def work(modes, rank, path):
+def work(count, modes, rank, path):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=LONG)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=count, timeout=LONG)
     for mode in modes.split(","):
         print("==", mode, flush=True)
         raise_(path) if mode == "raise" else globals()[mode]()
@@ -338,9 +386,13 @@ def work(modes, rank, path):
     dist.destroy_process_group()
 
 
-def main(folder, *pairs):
-    ranks = {(modes, rank): functools.partial(work, modes, rank, folder / f"{modes}.store") for modes in pairs for rank in range(2)}
-    print(json.dumps(codes({f"{modes}-{rank}": call for (modes, rank), call in ranks.items()}, folder)))
+def main(folder, *groups):
+    calls = {}
+    for group in groups:
+        count, modes = group.split(":") if ":" in group else ("2", group)
+        for rank in range(int(count)):
+            calls[f"{modes}-{rank}"] = functools.partial(work, int(count), modes, rank, folder / f"{modes}.store")
+    print(json.dumps(codes(calls, folder)))
 
 
 if __name__ == "__main__":
