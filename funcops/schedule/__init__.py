@@ -16,13 +16,14 @@ from funcops.schedule.lend import Lent, lend
 from funcops.schedule.level import Leveled, level
 from funcops.schedule.measure import measure, measure_stages
 from funcops.schedule.mixture import Mixture
+from funcops.schedule.moved import Moved
 from funcops.schedule.plan import Plan, plan_parallel
 from funcops.schedule.predict import Predicted, predict
 from funcops.schedule.run import Ran, run
 from funcops.schedule.simulate import Costs, Network, Simulated, simulate
 
 __all__ = ["Action", "At", "Choice", "Collective", "Costs", "Decoder", "GPU", "GPUS", "Layout"]
-__all__ += ["Lent", "Leveled", "Link", "Mixture", "Network", "Plan", "Predicted", "Ran", "Schedule", "Simulated"]
+__all__ += ["Lent", "Leveled", "Link", "Mixture", "Moved", "Network", "Plan", "Predicted", "Ran", "Schedule", "Simulated"]
 __all__ += ["delay_w", "draw", "dualpipe_v", "fold", "gpipe", "interleaved_1f1b", "interleaved_zb", "lend", "level", "measure"]
 __all__ += [
     "measure_stages",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from funcops.engine.errors import fail, require, require_number, require_type
 from funcops.schedule.actions import Action, Schedule
+from funcops.schedule.moved import refuse
 from funcops.schedule.simulate import ROUNDING, Costs, Model, Network, Simulated, simulate
 
 
@@ -75,6 +76,7 @@ class Delaying:
     """A simulated schedule, of which `within` makes others. What does not depend on the budget is done once."""
 
     def __init__(self, before: Simulated, model: Model) -> None:
+        refuse("delay_w", model.costs)
         self.before, self.model = before, model
         self.known: dict[bool, list[_Placed]] = {False: [], True: []}  # by patience
         schedule = before.schedule

@@ -18,6 +18,7 @@ from funcops.schedule.actions import Schedule
 from funcops.schedule.choices import Choice
 from funcops.schedule.delay import Delaying
 from funcops.schedule.draw import draw_held
+from funcops.schedule.moved import refuse
 from funcops.schedule.simulate import ROUNDING, Costs, Model, Network, Simulated, shown_bytes, simulate
 from funcops.schedule.stage import check_staged
 
@@ -139,6 +140,7 @@ def level(
     Model.of(schedule, costs, network, "level")  # raises for costs that do not fit
     given = [costs or Costs()] * schedule.stages if costs is None or isinstance(costs, Costs) else list(costs)
     plain = [own[0].costs(cost) for own, cost in zip(choices, given, strict=True)]
+    refuse("level", given)
     before, found, reached = simulate(schedule, plain, network), list[Leveled](), list[_Plan]()
     for made in (schedule, *_delayed(before, plain, network)):
         fronts = _fronts(made, choices, given)

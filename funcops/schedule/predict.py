@@ -191,7 +191,8 @@ def _resolved(count: int, stages: Stages, network: Network) -> Model:
     """Make the same as `Model.of`, but resolve each of the three sorts of stages once."""
     links = {link.axis: link for link in network.axes}
     found = Stages(*(one.resolved("predict", links) for one in stages)).all(count)
-    return Model(tuple(one for one, _ in found), (0.0,) * len(found), tuple(after for _, after in found))
+    none = (0.0,) * len(found)
+    return Model(tuple(one for one, _ in found), none, tuple(after for _, after in found), none)
 
 
 @functools.lru_cache(maxsize=32)

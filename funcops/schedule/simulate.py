@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from funcops.engine.errors import in_html, on_screen, require, require_count, require_number, require_type, size_of
 from funcops.schedule.actions import KINDS, Action, Schedule
 from funcops.schedule.collectives import Collective, Link, exposed
+from funcops.schedule.moved import Moved, waits, with_guests
 
 ROUNDING = 1e-9  # sums of one schedule's costs that differ by less, relatively, differ by their order
 
@@ -27,7 +28,8 @@ class Costs:
     tells you for yours). The default, 1.0 of each, is the papers' unit: a microbatch that waits. A stage of a schedule with two
     stages a rank (`zb_v`, `dualpipe_v`) is half as large: to compare it with 1F1B, give half of each cost.
 
-    `collectives`: their exposed time on the network's axes is added to the times, except to `together`.
+    `collectives`: their exposed time on the network's axes is added to the times, except to `together`. `moved`: residuals at other
+    ranks, beside `residual_bytes`.
 
     >>> from funcops.schedule import Costs, gpipe, simulate
     >>> simulate(gpipe(1, 2), Costs(forward=1.0, dgrad=1.5, wgrad=0.5)).time
@@ -42,19 +44,32 @@ class Costs:
     pending_bytes: float = 1.0
     output_bytes: float = 0.0
     collectives: tuple[Collective, ...] = ()
+    moved: tuple[Moved, ...] = ()
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if name != "together" or value is not None}
         require_type("Costs", "collectives", given.pop("collectives"), tuple)
         for i, one in enumerate(self.collectives):
             require_type("Costs", f"collectives.{i}", one, Collective)
+        require_type("Costs", "moved", given.pop("moved"), tuple)
+        for i, there in enumerate(self.moved):
+            require_type("Costs", f"moved.{i}", there, Moved)
         require_number("Costs", 0, **given)
 
     def resolved(self, where: str, links: dict[str, Link]) -> tuple[Costs, float]:
         """Return the same costs with the collectives' exposed time added to the times, and the time exposed once a step."""
         more = exposed(where, self.collectives, links)
-        times = {"forward": self.forward + more["F"], "dgrad": self.dgrad + more["I"], "wgrad": self.wgrad + more["W"]}
+        times: dict[str, Any] = {
+            "forward": self.forward + more["F"],
+            "dgrad": self.dgrad + more["I"],
+            "wgrad": self.wgrad + more["W"],
+        }
         return dataclasses.replace(self, **times, collectives=()), more["step"]
+
+    def later(self, time: float) -> Costs:
+        """Return the same costs, with a dgrad that waits."""
+        pair = None if self.together is None else self.together + time
+        return dataclasses.replace(self, dgrad=self.dgrad + time, together=pair)
 
     def time(self, kind: str) -> float:
         return {"F": self.forward, "I": self.dgrad, "W": self.wgrad, "B": self.dgrad + self.wgrad}[kind]
@@ -100,12 +115,13 @@ class Network:
 
 
 class Model(NamedTuple):
-    """For each stage: the costs, with their collectives' exposed time added; the time of a message to the next stage; and the
-    communication time exposed once a step."""
+    """For each stage: the costs, with the exposed time of collectives and of moved bytes added; the time of a message to the next
+    stage; the communication time exposed once a step; and the time of a dgrad that waits for moved bytes."""
 
     costs: tuple[Costs, ...]
     send: tuple[float, ...]
     after: tuple[float, ...]
+    waits: tuple[float, ...]
 
     @staticmethod
     def of(schedule: Schedule, costs: Costs | Sequence[Costs] | None, network: Network | None, where: str) -> Model:
@@ -122,11 +138,14 @@ class Model(NamedTuple):
         require(len(given) == schedule.stages, where, "costs", f"one Costs, or {schedule.stages}, one a stage", len(given))
         owner, net = schedule.rank_of, network or Network()
         send = [net.time(owner[s], owner[s + 1], given[s].output_bytes) for s in range(schedule.stages - 1)]
+        late = waits(where, schedule, given, net)
+        if any(late):
+            given = [one.later(time) for one, time in zip(given, late, strict=True)]
         if all(not one.collectives for one in given):
-            return Model(tuple(given), (*send, 0.0), (0.0,) * len(given))
+            return Model(tuple(given), (*send, 0.0), (0.0,) * len(given), tuple(late))
         links = {link.axis: link for link in net.axes}
         found = {one: one.resolved(where, links) for one in set(given)}
-        return Model(tuple(found[one][0] for one in given), (*send, 0.0), tuple(found[one][1] for one in given))
+        return Model(tuple(found[one][0] for one in given), (*send, 0.0), tuple(found[one][1] for one in given), tuple(late))
 
 
 class TimedAction(NamedTuple):
@@ -139,7 +158,8 @@ class TimedAction(NamedTuple):
 class Simulated:
     """The times at which each action of each rank starts and ends, in the order of the schedule; the time of the step, with the
     communication exposed after a rank's last action; the most bytes of residuals and pendings that each rank holds, and `held`, the
-    bytes that it holds after each of its actions."""
+    bytes that it holds after each of its actions, both with what it keeps for others; `moved_bytes`, what each rank sends to others
+    to keep, which comes back; and `exposed`, the time that its dgrads wait for that."""
 
     schedule: Schedule
     starts: tuple[array[float], ...]
@@ -147,6 +167,8 @@ class Simulated:
     time: float
     peak_bytes: tuple[float, ...]
     held: tuple[array[float], ...]
+    moved_bytes: tuple[float, ...]
+    exposed: tuple[float, ...]
 
     @functools.cached_property
     def slots(self) -> tuple[tuple[TimedAction, ...], ...]:
@@ -204,8 +226,10 @@ class Simulated:
         peaks = [shown_bytes(peak) for peak in self.peak_bytes]
         shown = ", ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "...", *peaks[-8:]])
         time = f"{self.time:g} {unit}".rstrip()
-        waits = f", waiting inside the step: {max(self.waiting):g}" if any(self.waiting) else ", no rank waits inside the step"
-        return f"{self.schedule.name}: {time} per step, {100 * self.bubble:.1f} % idle{waits}, peak bytes by rank: {shown}"
+        idle = f", waiting inside the step: {max(self.waiting):g}" if any(self.waiting) else ", no rank waits inside the step"
+        moved = f", {shown_bytes(sum(self.moved_bytes))} to other ranks and back, exposed {sum(self.exposed):g}"
+        said = f"{self.schedule.name}: {time} per step, {100 * self.bubble:.1f} % idle{idle}, peak bytes by rank: {shown}"
+        return said + (moved if any(self.moved_bytes) else "")
 
 
 def shown_bytes(nbytes: float) -> str:
@@ -264,7 +288,14 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, n
         after[rank].append(held[rank])
     for stage, rank in schedule.rank_of.items():
         free[rank] += model.after[stage]
-    return Simulated(schedule, tuple(starts), tuple(ends), max(free), tuple(peak), tuple(after))
+    peaks, bytes_after = tuple(peak), tuple(after)
+    moved, late = [0.0] * len(ranks), [0.0] * len(ranks)
+    for stage, rank in schedule.rank_of.items():
+        moved[rank] += count * sum([one.nbytes for one in model.costs[stage].moved])
+        late[rank] += count * model.waits[stage]
+    if any(moved):
+        peaks, bytes_after = with_guests(schedule, model.costs, ends, after)
+    return Simulated(schedule, tuple(starts), tuple(ends), max(free), peaks, bytes_after, tuple(moved), tuple(late))
 
 
 def _side_by_side(

@@ -60,7 +60,16 @@ SCHEDULES = {
         {"axis": ("no such",), "nbytes": ({3: 1}, {0: -1}), "wait": (timedelta(0),)},
         {("host", "''"): "one rank has nobody to reach", ("host", "'no such'"): "one rank has nobody to reach"},
     ),
-    "schedule.Costs": Row(lambda: {**{f.name: 1.0 for f in dataclasses.fields(schedule.Costs)}, "collectives": (a_collective(),)}),
+    "schedule.Costs": Row(
+        lambda: {
+            **{f.name: 1.0 for f in dataclasses.fields(schedule.Costs)},
+            "collectives": (a_collective(),),
+            "moved": (schedule.Moved(1, 2.0),),
+        }
+    ),
+    "schedule.Moved": Row(
+        lambda: {"rank": 1, "nbytes": 8.0, "hidden_under": 1.0}, {}, {("hidden_under", "inf"): "all of it is hidden"}
+    ),
     "schedule.Network": Row(
         lambda: {
             "latency": 1.0,

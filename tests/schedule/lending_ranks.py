@@ -165,7 +165,7 @@ def killed(mesh):
 
 def stopped(mesh):
     """Rank 1 does not answer: rank 0 is told after its wait, not before and not never."""
-    lent = lend(mesh, "pp", {1: 1 << 20}, wait=timedelta(seconds=3))
+    lent = lend(mesh, "pp", {1: 1 << 20}, wait=timedelta(seconds=10))
     torch_dist.barrier()
     path = Path(sys.argv[1]) / "stopped.pid"
     if mesh.rank == 1:
@@ -179,7 +179,7 @@ def stopped(mesh):
     os.kill(int(path.read_text()), 19)
     start = time.monotonic()
     _fails("backward", lambda: op.bwd(kept, torch.ones_like(y), CHAIN))
-    print("in time|", 2.5 < time.monotonic() - start < 30)
+    print("in time|", 9 < time.monotonic() - start < 60)
     os.kill(int(path.read_text()), 9)
 
 

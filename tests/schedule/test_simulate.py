@@ -1,5 +1,6 @@
 """Times and bytes of schedules, their pictures, and the placement of weight gradients."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,13 +8,17 @@ from random import Random
 
 import pytest
 import torch
+from drawn import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from staged import DIM, decoder, gated, microbatches
 
 from funcops import LinearConfig, Needs, chain, linear, random
 from funcops.schedule import (
+    Action,
+    Choice,
     Costs,
+    Moved,
     Network,
     Schedule,
     delay_w,
@@ -22,6 +27,7 @@ from funcops.schedule import (
     fold,
     gpipe,
     interleaved_1f1b,
+    level,
     measure,
     measure_stages,
     one_f_one_b,
@@ -30,6 +36,8 @@ from funcops.schedule import (
     zb_h1,
     zb_v,
 )
+from funcops.schedule.delay import Delaying
+from funcops.schedule.simulate import Model
 
 GENERATORS = (gpipe, one_f_one_b, zb_h1, zb_v, interleaved_1f1b, dualpipe_v)
 
@@ -38,6 +46,87 @@ def test_sending_takes_time():
     assert simulate(one_f_one_b(2, 1), network=Network(latency=0.5)).time == 2 * 3 + 2 * 0.5
     assert simulate(one_f_one_b(2, 1), Costs(output_bytes=8), Network(bandwidth=16)).time == 2 * 3 + 2 * 0.5
     assert "% idle" in str(simulate(gpipe(2, 2)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_budgets_one_after_another_give_what_each_gives_alone(seed):
+    draw = Random(seed)
+    for made in every(seed, count=3):
+        costs = Costs(wgrad=draw.choice([0.5, 1.5]), residual_bytes=draw.choice([1.0, 2.5]), pending_bytes=draw.choice([1.0, 1.7]))
+        found = simulate(made, costs)
+        delaying = Delaying(found, Model.of(made, costs, None, "here"))
+        for _ in range(6):
+            budget = max(found.peak_bytes) * draw.uniform(0.4, 1.6)
+            try:
+                alone = delay_w(made, budget, costs)
+            except ValueError as error:
+                with pytest.raises(ValueError, match=re.escape(str(error))):
+                    delaying.within(budget)
+            else:
+                assert delaying.within(budget) == alone
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bytes_at_other_ranks_count_there(seed):
+    """Against the sum over all microbatches that are between forward and dgrad, at each time."""
+    draw = Random(seed)
+    made = draw.choice([f for f in GENERATORS])(draw.choice([2, 3, 4]), draw.randint(2, 9))
+    home, ranks = made.rank_of, len(made.ranks)
+    others = [draw.choice([rank for rank in range(ranks) if rank != home[stage]]) for stage in range(made.stages)]
+    moved = [
+        tuple(Moved(other, draw.choice([0.5, 3.0]), draw.choice([0.0, 0.2, 9.0])) for _ in range(draw.randint(0, 2)))
+        for other in others
+    ]
+    net, together = Network(latency=0.1, bandwidth=10.0), draw.choice([None, 2.5])
+    times = [[draw.choice([0.5, 1.0, 1.75]) for _ in range(3)] for _ in moved]
+    costs = [Costs(*three, together, residual_bytes=2.0, moved=there) for three, there in zip(times, moved, strict=True)]
+    found = simulate(made, costs, net)
+    late = [sum(max(0.0, 0.1 + one.nbytes / 10 - one.hidden_under) for one in there) for there in moved]
+    alone = [
+        Costs(f, i + more, w, together and together + more, residual_bytes=2.0) for (f, i, w), more in zip(times, late, strict=True)
+    ]
+    plain = simulate(made, alone, net)
+    assert (found.time, found.starts) == (plain.time, plain.starts)
+    count = made.microbatches
+    assert found.exposed == pytest.approx([count * sum(late[s] for s in home if home[s] == rank) for rank in range(ranks)])
+    sent = [sum(one.nbytes for s in home if home[s] == rank for one in moved[s]) for rank in range(ranks)]
+    assert found.moved_bytes == pytest.approx([count * nbytes for nbytes in sent])
+    ends = {
+        timed.action._replace(kind="I" if timed.action.kind == "B" else timed.action.kind): timed.end
+        for row in found.slots
+        for timed in row
+    }
+    spans = [
+        (one.rank, one.nbytes, ends[Action(s, "F", m)], ends[Action(s, "I", m)])
+        for s in home
+        for one in moved[s]
+        for m in range(count)
+    ]
+    for rank, slots in enumerate(found.slots):
+        own = [0.0, *plain.held[rank]]
+        guests = [sum(n for r, n, since, until in spans if r == rank and since <= slot.end < until) for slot in slots]
+        assert list(found.held[rank]) == pytest.approx([mine + more for mine, more in zip(own[1:], guests, strict=True)])
+        moments = sorted({*(slot.end for slot in slots), *(since for r, _, since, _ in spans if r == rank)})
+        most = max(
+            own[sum(slot.end <= moment for slot in slots)]
+            + sum(n for r, n, since, until in spans if r == rank and since <= moment <= until)
+            for moment in moments
+        )
+        assert max(found.held[rank], default=0.0) - 1e-9 <= found.peak_bytes[rank] <= max(most, plain.peak_bytes[rank]) + 1e-9
+    assert ("to other ranks and back, exposed" in str(found)) == any(moved)
+
+
+def test_bytes_at_other_ranks_are_refused_where_they_would_not_count():
+    there = Costs(moved=(Moved(1, 1.0),))
+    for rank in (0, 2):
+        with pytest.raises(ValueError, match=rf"simulate: costs.0.moved.0.rank must be another than rank 0, below 2, got {rank}"):
+            simulate(gpipe(2, 2), [Costs(moved=(Moved(rank, 1.0),)), Costs()])
+    for name, call in {
+        "delay_w": lambda: delay_w(gpipe(2, 2), 9.0, [there, Costs()]),
+        "level": lambda: level(gpipe(2, 2), [[Choice("all")]] * 2, [there, Costs()]),
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name}: costs.0.moved must be empty, as simulate alone counts"):
+            call()
 
 
 STAGE_TIMES = st.tuples(*[st.sampled_from([0.5, 1.0, 1.75])] * 3, st.sampled_from([None, 2.5]), st.sampled_from([1.0, 4.0]))
