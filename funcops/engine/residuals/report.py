@@ -133,8 +133,10 @@ class Report:
     def places(self) -> dict[str, int]:
         """The kept bytes by place: "here", where the op computes, in the memory of its "host", in a "file", and in each other place
         by its name, such as "rank 1 of pp"."""
-        names = dict.fromkeys(["here", "host", "file", *[row.place for row in self.rows]])
-        return {place: sum([row.bytes for row in self.rows if row.place == place]) for place in names}
+        return {
+            place: sum([row.bytes for row in self.rows if row.place == place])
+            for place in dict.fromkeys(["here", "host", "file", *[row.place for row in self.rows]])
+        }
 
     def dicts(self) -> list[dict[str, Any]]:
         return [row._asdict() for row in self.rows]
@@ -230,7 +232,9 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
         moved = next((one for one in paths(value, is_leaf=_packed).values() if _packed(one)), None)
         # of `remat`, a tensor of the host beside params on a device
         place = moved.place if moved is not None else "host" if away and value.device.type == "cpu" else "here"
-        dtype = short(value.dtype) if isinstance(value, Tensor) else value.form + AT.get(place, "") * (moved is not value)
+        dtype = (
+            short(value.dtype) if isinstance(value, Tensor) else value.form + AT.get(place, f" on {place}") * (moved is not value)
+        )
         rows.append(Row(path, tuple(value.shape), dtype, sum(own.values()), owner, phases, place))
         owners.update(dict.fromkeys(own, path))
     return Report(rows, aliased, tokens if tokens is not None else _tokens(x), expand)
