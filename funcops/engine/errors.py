@@ -161,6 +161,27 @@ class GradModeError(RuntimeError):
     """
 
 
+class NonFiniteError(ArithmeticError):
+    """A step computed something infinite or NaN in a `recording(stop_at_nonfinite=True)`. `place`: which value of which step;
+    `values`: all that the step computed, by name; `residuals`: what its forward kept, None in other halves.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, NonFiniteError, ScaleConfig, Step, chain, recording, scale
+    >>> cfg = ChainConfig(steps=(Step("double", scale, ScaleConfig(2.0)), Step("huge", scale, ScaleConfig(1e38))))
+    >>> try:
+    ...     with recording(stop_at_nonfinite=True):
+    ...         chain.fwd({"double": None, "huge": None}, torch.full((2,), 9.0), cfg)
+    ... except NonFiniteError as error:
+    ...     print(error.place, error.values["y"])
+    ...
+    huge: fwd, y tensor([inf, inf])
+    """
+
+    def __init__(self, place: str, values: dict[str, Any], residuals: Any) -> None:
+        super().__init__(f"recording: {place} must be finite, got a value that is infinite or NaN: see .values and .residuals")
+        self.place, self.values, self.residuals = place, values, residuals
+
+
 def fail(where: str, name: str, expected: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
     """Raise `error` in the wording of every error of the library."""
     raise error(f"{where}: {name} must be {expected}, got {got}")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from funcops.engine.backend import tracing, wide
+from funcops.engine.backend import scopes, tracing, wide
+from funcops.engine.backend.notes import note
 from funcops.engine.contract.accumulators import check_apart
 from funcops.engine.errors import FLOATS, GradModeError, check, describe, fail, join_path, require, require_type
 from funcops.engine.trees import flatten, leaves, paths, same_structure, structure, tree_map, unflatten
@@ -243,3 +244,11 @@ def exact_rate(rate: Any, device: torch.device) -> Any:
     """The rate on `device`, a tensor as float64: what is computed of it before it meets params, as 1 - lr weight_decay, would
     otherwise be rounded to its own dtype, which may be narrower than theirs."""
     return rate.to(device, torch.float64) if isinstance(rate, Tensor) else rate
+
+
+def told(params: T) -> T:
+    """The params that an update made, which a recording is told by path, in the half "update" of the scope around."""
+    if scopes.on == scopes.NOTED:
+        with scopes.named_scope("", "update"):
+            note(params=params)
+    return params

@@ -25,6 +25,7 @@ from funcops.optim._rows import (
     open_into,
     open_trees,
     own_tensors,
+    told,
     walkable,
     zeros_like,
 )
@@ -162,9 +163,9 @@ def adamw_update(
         for tensor, copy in copies:
             tensor.copy_(copy)
     if in_place:
-        return params, state
+        return told(params), state
     new, *means = opened.rebuilt(params, 0, 2, 3)
-    return new, AdamWState(step, *means)
+    return told(new), AdamWState(step, *means)
 
 
 def _elements(state: AdamWState, step: Tensor) -> Sequence[Tensor]:

@@ -14,7 +14,7 @@ from funcops.engine.contract.op import config
 from funcops.engine.errors import describe, fail, join_path, require, require_type
 from funcops.engine.trees import paths, tree
 from funcops.library.kernels.adamw import grouped
-from funcops.optim._rows import check_rate, exact_rate, in_wide_dtype, not_negative, open_trees, own_tensors, zeros_like
+from funcops.optim._rows import check_rate, exact_rate, in_wide_dtype, not_negative, open_trees, own_tensors, told, zeros_like
 
 T = TypeVar("T")
 SCALES = ("original", "match_rms_adamw")
@@ -128,9 +128,9 @@ def muon_update(
             at, decay = exact_rate(rate, device), cfg.weight_decay if decays else 0.0
             in_wide_dtype(functools.partial(_update_, lr=at, shape=shape, cfg=cfg, decay=decay), p, g, u)
     if in_place:
-        return params, state
+        return told(params), state
     new, momentum = opened.rebuilt(params, 0, 2)
-    return new, MuonState(momentum)
+    return told(new), MuonState(momentum)
 
 
 def _update_(

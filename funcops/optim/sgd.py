@@ -12,7 +12,17 @@ from funcops.engine.contract.op import config
 from funcops.engine.errors import require, require_type
 from funcops.engine.trees import nothing_like, tree
 from funcops.library.kernels.adamw import grouped, like_params
-from funcops.optim._rows import check_rate, in_wide_dtype, not_negative, on_device, open_trees, own_tensors, walkable, zeros_like
+from funcops.optim._rows import (
+    check_rate,
+    in_wide_dtype,
+    not_negative,
+    on_device,
+    open_trees,
+    own_tensors,
+    told,
+    walkable,
+    zeros_like,
+)
 
 T = TypeVar("T")
 
@@ -94,9 +104,9 @@ def sgd_update(
         for tensor, copy in copies:
             tensor.copy_(copy)
     if in_place:
-        return params, state
+        return told(params), state
     new, *momentum = opened.rebuilt(params, 0, 2) if cfg.momentum else opened.rebuilt(params, 0)
-    return new, SGDState(*momentum) if cfg.momentum else state
+    return told(new), SGDState(*momentum) if cfg.momentum else state
 
 
 def _fused_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> None:

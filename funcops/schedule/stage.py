@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.engine.backend import notes, scopes
 from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.compose.step import split_x
 from funcops.engine.compose.vjp import check_losses, sum_gradient
@@ -29,6 +30,7 @@ from funcops.library.formats import zero_gradient
 from funcops.library.formats.qtensor import has_keys
 
 Done = Callable[[int, Any], None]
+HALVES = {"forward": "fwd", "dgrad": "dgrad", "wgrad": "wgrad", "backward": "bwd"}
 
 
 class Stage:
@@ -61,14 +63,17 @@ class Stage:
             params = fold_keys(self.params, m) if self.keyed else self.params
             y, residuals = self.step.op.fwd(params, self.step.x(main, extras), self.step.cfg, needs=self.needs)
             self.ledger.keep(self._path("residuals", m), residuals)
+            _tell("fwd", y=y)
             return self.step.split_y(y)
 
     def dgrad(self, m: int, dy: Any, sums: dict[str, Any]) -> Any:
         """Return dx of microbatch m; add the gradients of extras to `sums`. Its pending replaces its residuals in the ledger."""
         with self._named("dgrad", m):
+            _tell("dgrad", dy=dy)
             residuals = donate(self.ledger.take(self._path("residuals", m)))
             dx, pending = (None, None) if residuals is None else self.step.op.dgrad(residuals, dy, self.step.cfg)
             self.ledger.keep(self._path("pending", m), pending)
+            _tell("dgrad", dx=dx)
             return self.step.split(dx, sums)
 
     def wgrad(self, m: int) -> None:
@@ -76,13 +81,17 @@ class Stage:
         with self._named("wgrad", m):
             pending = donate(self.ledger.take(self._path("pending", m)))
             self.step.op.wgrad(pending, self.step.cfg, into=self._sums())
+            _tell("wgrad", sums=self._sums())
         self._count()
 
     def backward(self, m: int, dy: Any, sums: dict[str, Any]) -> Any:
         """Run both halves of the backward at once, by the op's `bwd`; return dx."""
         with self._named("backward", m):
             residuals = donate(self.ledger.take(self._path("residuals", m)))
+            _tell("dgrad", dy=dy)
             _, dx = (None, None) if residuals is None else self.step.op.bwd(residuals, dy, self.step.cfg, into=self._sums())
+            _tell("dgrad", dx=dx)
+            _tell("wgrad", sums=self._sums())
             dx = self.step.split(dx, sums)
         self._count()
         return dx
@@ -102,13 +111,20 @@ class Stage:
 
     @contextlib.contextmanager
     def _named(self, what: str, m: int) -> Iterator[None]:
-        """Add a note to an exception that says where it came from."""
+        """A scope with the step's name. Add a note to an exception that says where it came from."""
         try:
-            yield
+            with scopes.named_scope(self.step.name, HALVES[what]):
+                yield
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in the {what} of stage {self.index} ({self.step.name}), microbatch {m}")
             raise
+
+
+def _tell(half: str, **values: Any) -> None:
+    """Tell a recording what the step of a stage was given, or computed."""
+    if scopes.on == scopes.NOTED:
+        notes.tell([(None, half, name, value) for name, value in values.items()])
 
 
 def check_staged(where: str, cfg: Any, stages: int) -> None:

@@ -22,6 +22,8 @@ BLOCKS = {"GPT-2": gpt2_block_config(32, 2, 64, 0.0), "Llama": block_config(32, 
 WHICH = ("forward", "backward", "dgrad", "wgrad", "products")
 SCOPE = re.compile(r"^( *)with scopes\.named_scope\(('[^']*'), ('[a-z]+')\):$")
 
+TOLD = re.compile(r"^ *(if \w+ is not NotImplemented: )?notes\.tell\(")
+
 
 def without_scopes(text):
     """The lines of a named program without its scopes, and the scopes."""
@@ -48,10 +50,15 @@ def test_only_scopes_are_added(block, which, device, traced):
     rules = cover(lowered, device, torch.float32 if device else None, which == "backward")
     rows = programs.rows_of(which, lowered, rules, traced)
     plain, names = Source().function(which, rows, traced)
-    named, _ = Source(named=True).function(which, rows, traced)
+    named, _ = Source(named=scopes.NAMED).function(which, rows, traced)
     assert "scopes" not in plain and "scopes" not in names, "nothing is paid for names that are off"
     text, found = without_scopes(named)
     assert text == plain
+    noted, names = Source(named=scopes.NOTED).function(which, rows, traced)
+    lines = noted.split("\n")
+    told = [line for line in lines if TOLD.match(line)]
+    assert "\n".join(line for line in lines if line not in told) == named, "only lines that tell are added"
+    assert told and "notes" in names
     paths = {row.path for row in lowered.forward if isinstance(row, Call) and row.op is not fork}
     got = {path for label in found for path in label.path.split("+")}
     assert got <= paths | {""}
@@ -107,7 +114,7 @@ def test_named_programs_give_the_same_bits(block):
 def test_the_sum_of_tied_gradients_is_named_by_their_source():
     steps = tuple(Step(name, linear, LinearConfig(4, 4, bias=False)) for name in "ab")
     lowered = lower(chain, ChainConfig(steps=steps, ties={"a.weight": "b.weight"}), Needs.ALL)
-    text, _ = Source(named=True).function(
+    text, _ = Source(named=scopes.NAMED).function(
         "backward", programs.rows_of("backward", lowered, cover(lowered, None, None, True), False), False
     )
     assert re.search(r"with scopes\.named_scope\('b', 'bwd'\):\n *return run\.collected\(", text)

@@ -16,7 +16,9 @@ from funcops.engine.errors import require_type
 
 __all__ = ["BEGIN", "END", "Label", "named_scope", "named_steps", "node_labels"]
 
-on = False  # whether steps are named, in every thread
+NAMED, NOTED = 1, 2  # steps have names; they also tell what they compute (`notes`)
+on = 0  # one of these, or 0 for neither, in every thread: the largest of the blocks that run
+_levels: list[int] = []
 
 
 RECOMPUTE = "recompute"
@@ -72,15 +74,25 @@ def named_steps() -> Iterator[None]:
     >>> [event.name for event in profiler.events() if event.name.endswith(": fwd")]
     ['up: fwd', 'cap: fwd']
     """
+    with told(NAMED):
+        yield
+
+
+@contextmanager
+def told(level: int) -> Iterator[None]:
+    """A block in which programs tell at least so much of their steps, in every thread."""
     global on
-    before, on = on, True
+    depth = len(_thread.open)
+    _levels.append(level)
+    on = max(_levels)
     try:
         with _in_order():
             yield
     finally:
-        on = before
-        if not before:
-            leave_all()
+        _levels.remove(level)  # not the last one, which may be another thread's
+        on = max(_levels, default=0)
+        leave_all(depth)
+        if not on:
             names.clear()
 
 

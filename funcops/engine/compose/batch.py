@@ -14,7 +14,7 @@ from torch import Tensor, promote_types
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import is_dynamo_compiling
 
-from funcops.engine.backend import wide
+from funcops.engine.backend import notes, scopes, wide
 from funcops.engine.contract.op import Op
 from funcops.engine.contract.schema import Donated
 from funcops.engine.errors import FLOATS, DonatedError, describe, fail, in_step, require, require_type
@@ -64,6 +64,8 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
             found.setdefault(type(product), []).append(product)
     for kind, products in found.items():
         kind.join(products, how)
+    if scopes.on == scopes.NOTED:
+        notes.tell_by_step("sums", sums)
     return sums if like is None else tree_map(lambda t, wanted: t if t is None else t.to(wanted.dtype), sums, like)
 
 

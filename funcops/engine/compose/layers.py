@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from funcops.engine.backend import scopes
+from funcops.engine.backend import notes, scopes
 from funcops.engine.compose.step import live_inputs
 from funcops.engine.contract.needs import Needs, sub_mask
 from funcops.engine.contract.trace_safe_cache import remember
@@ -52,6 +52,8 @@ def in_turn(
                 found[i] = run(i, tree if begin else read(i))
             elif kind != "wait":
                 found[i] = getattr(cfg.of_layer[i][0].prefetch, kind)(found[i], sums[i])  # type: ignore[index]
+                if kind == "settle" and scopes.on == scopes.NOTED:
+                    notes.tell_by_step("dparams" if sums[i] is None else "sums", found[i], f"{i}.")  # type: ignore[index]
     except Exception as error:
         in_step(error, i)
         raise

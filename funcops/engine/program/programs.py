@@ -86,7 +86,7 @@ def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any, pausing: bool 
 _traced: dict[Any, str] = {}
 
 
-def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_type: str | None, dtype: Any, named: bool) -> str:
+def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_type: str | None, dtype: Any, named: int) -> str:
     """The name of a program in the module `compiled_programs`: a tracer reads a module's attributes as they are, but a dict in an
     older state. A method of configs: the tracer of torch 2.11 wants every argument to be a constant, except the object of a
     method."""
@@ -119,7 +119,7 @@ def _made(
     needs: Needs,
     device_type: str | None,
     dtype: Any,
-    named: bool,
+    named: int,
     for_tracer: bool = False,
     pausing: bool = False,
 ) -> Any:
@@ -133,7 +133,7 @@ def _made(
     rows = rows_of(which, lowered, found, for_tracer, pausing)
     # While one pauses another may run, which must not end its memo; a tracer reads none.
     shares = not pausing and not for_tracer and any([part.cfg.derives for part in steps(cfg, op=op)])
-    text, names = Source(named, shares).function(which, rows, for_tracer)
+    text, names = Source(named, shares, lowered.calls[0] if lowered.begins else None).function(which, rows, for_tracer)
     return compile_source(f"program: {which} of {op.name}", text, names)[which]
 
 

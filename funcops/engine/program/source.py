@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.engine.backend import scopes
+from funcops.engine.backend import notes, scopes
 from funcops.engine.backend.once import call
 from funcops.engine.contract import functions
 from funcops.engine.contract.marks import versions
 from funcops.engine.program import run
 from funcops.engine.program.lower import Call, Scope
+from funcops.engine.program.noted import noted
 from funcops.engine.program.rows import Row, local
 from funcops.engine.program.rules import Piece
 from funcops.engine.program.run import joined
@@ -30,16 +31,18 @@ from funcops.engine.trees import WithExtras
 
 
 class Source:
-    """Lines of one function, and the objects that they name. `named`: whether each step runs in a scope of its path; `shares`:
-    whether steps share what they derive (`once`), also with the steps of a call around."""
+    """Lines of one function, and the objects that they name. `named`: whether each step runs in a scope of its path, and tells
+    what it computes (`scopes.NAMED`, `scopes.NOTED`); `shares`: whether steps share what they derive (`once`), also with the steps
+    of a call around; `begins`: the first call, if it is the sum that ends the layer before."""
 
-    def __init__(self, named: bool = False, shares: bool = False) -> None:
+    def __init__(self, named: int = 0, shares: bool = False, begins: Call | None = None) -> None:
         self.names: dict[str, Any] = {"WithExtras": WithExtras, "Tensor": Tensor, "add": add, "fold_in": fold_in, "run": run}
         self.names |= {"new": object.__new__, "put": object.__setattr__, "new_node": dict.__new__, "fill": dict.update}
         self.names |= {"versions": versions, "any_autocast": functions.any_autocast}
         self.names |= {"scopes": scopes} if named else {}
+        self.names |= {"notes": notes} if named == scopes.NOTED else {}
         self.names |= {"call": call} if shares else {}
-        self.named, self.shares = named, shares
+        self.named, self.shares, self.begins = named, shares, begins
         self.paths = [""]
         self.path: str | None = ""  # the path that an error gets at this line; None if that depends on the block that ran
 
@@ -71,7 +74,8 @@ class Source:
         kind = f"named {row.kind}" if self.named and f"named {row.kind}" in LINES else row.kind
         lines = LINES[kind].format_map(Fields(self, row)).split("\n")
         half = half_of(row) if self.named else None
-        if half is None:
+        pauses = self.named == scopes.NOTED and row.kind.startswith("pausing")
+        if half is None and not pauses:
             return lines
         of, path = row.of, row.path
         if isinstance(of, Piece):
@@ -80,7 +84,12 @@ class Source:
             path = of.path
         elif isinstance(of, Scope) and of.ties:  # the gradients of tied params are summed
             path = "+".join(dict.fromkeys(source.rpartition(".")[0] for _, source in of.ties))
-        return [f"with scopes.named_scope({path or ''!r}, {half!r}):", *(f"    {line}" for line in lines)]
+        before, after = noted(row, half, self.begins) if self.named == scopes.NOTED else ([], [])
+        scope = f"with scopes.named_scope({path or ''!r}, {half or row.kind.split()[1]!r}):"
+        # a call that pauses has a scope of its own, which ends at each pause
+        blocks = (before, after) if pauses else ([*before, *lines, *after],)
+        first, *last = [[scope, *(f"    {line}" for line in block)] if block else [] for block in blocks]
+        return [*first, *(lines if pauses else []), *(line for block in last for line in block)]
 
     def _moved(self, row: Row) -> list[int]:
         """The number of the row's path, if errors got another one before it."""
