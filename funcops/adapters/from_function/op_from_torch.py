@@ -321,7 +321,7 @@ class Traces:
                 return getattr(own.graphs, which).forward(*values)
             if given and not torch.compiler.is_dynamo_compiling():
                 return _run(own.other("boxed", which, scopes.on), [values])
-            return _run(self.other(own, "with_paths", which) if scopes.on else getattr(own.graphs, which), values)
+            return _run(self.other(own, "with_paths", which, scopes.on) if scopes.on else getattr(own.graphs, which), values)
         except RuntimeError as error:
             complain(f"{self.label}_{HALVES[which]}", getattr(own.graphs, which), error)
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from funcops.engine.backend import scopes
+from funcops.engine.backend import notes, scopes
 
 HALVES = {"forward": "fwd", "dgrad": "dgrad", "wgrad": "wgrad", "backward": "bwd"}
 
@@ -23,20 +23,49 @@ def left() -> Iterator[None]:
         scopes.leave_all(before)
 
 
-def with_paths(module: fx.GraphModule, half: str) -> fx.GraphModule:
-    """A copy of a graph whose steps run in scopes. What a backward computes again of the forward has its half for that."""
+def with_paths(module: fx.GraphModule, half: str, level: int = scopes.NAMED) -> fx.GraphModule:
+    """A copy of a graph whose steps run in scopes. What a backward computes again of the forward has its half for that. If `level`
+    is NOTED, each scope tells what others read of it at its end."""
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
-    inside: tuple[str, str] | None = None
-    for node in module.graph.nodes:
-        if node.op in ("call_function", "call_method") and (scope := _scope(node, half) or inside or ("", half)) != inside:
-            if inside is not None:
-                graph.call_function(scopes.leave)
-            graph.call_function(scopes.enter, scope)
-            inside = scope
-        if node.op == "output" and inside is not None:
+    for inside, nodes in _runs(module, half):
+        if inside is not None:
+            graph.call_function(scopes.enter, inside)
+        for node in nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        if inside is not None:
+            found = _told(nodes, inside[1], module.graph.output_node()) if level == scopes.NOTED else []
+            if found:
+                graph.call_function(notes.tell, (tuple((None, of, name, copies[node]) for of, name, node in found),))
             graph.call_function(scopes.leave)
-        copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, graph)
+
+
+def _runs(module: fx.GraphModule, half: str) -> list[tuple[tuple[str, str] | None, list[fx.Node]]]:
+    """The nodes of a graph in parts that have one scope each; none for the inputs before the first step, and for the outputs."""
+    found: list[tuple[tuple[str, str] | None, list[fx.Node]]] = [(None, [])]
+    for node in module.graph.nodes:
+        inside = found[-1][0]
+        if node.op in ("call_function", "call_method"):
+            inside = _scope(node, half) or inside or ("", half)
+        elif node.op == "output":
+            inside = None
+        if inside != found[-1][0]:
+            found.append((inside, []))
+        found[-1][1].append(node)
+    return found
+
+
+def _told(nodes: list[fx.Node], half: str, output: fx.Node) -> list[tuple[str, str, fx.Node]]:
+    """The half, the name and the node of each value that a scope makes and others read: y of a forward, or what it computes
+    again; of a backward dx, and what only the caller gets of weight gradients."""
+    read = [node for node in nodes if node.op != "placeholder" and not set(node.users) <= set(nodes)]
+    if half in ("fwd", scopes.RECOMPUTE):
+        kinds = [(half, "y")] * len(read)
+    else:
+        last = [half != "dgrad" and set(node.users) == {output} for node in read]
+        kinds = [("wgrad", "dparams") if alone else ("dgrad", "dx") for alone in last]
+    names = [f"{name}.{i}" if kinds.count((of, name)) > 1 else name for i, (of, name) in enumerate(kinds)]
+    return [(of, name, node) for (of, _), name, node in zip(kinds, names, read, strict=True)]
 
 
 def _scope(node: fx.Node, half: str) -> tuple[str, str] | None:

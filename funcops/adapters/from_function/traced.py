@@ -117,13 +117,13 @@ class Traced:
         found = factors_of(self.graphs.wgrad)
         return found._replace(graph=with_paths(found.graph, "wgrad"))
 
-    def with_paths(self, which: str) -> fx.GraphModule:
-        """One of the graphs, whose steps have the paths of modules."""
-        return with_paths(getattr(self.graphs, which), HALVES[which])
+    def with_paths(self, which: str, level: int) -> fx.GraphModule:
+        """One of the graphs, whose steps have the paths of modules, and at a level of NOTED tell what they compute."""
+        return with_paths(getattr(self.graphs, which), HALVES[which], level)
 
-    def boxed(self, which: str, named: bool) -> fx.GraphModule:
+    def boxed(self, which: str, level: int) -> fx.GraphModule:
         """One of the graphs, which takes its inputs out of a list."""
-        return boxed(self.other("with_paths", which) if named else getattr(self.graphs, which))
+        return boxed(self.other("with_paths", which, level) if level else getattr(self.graphs, which))
 
     def home(self, name: str) -> str:
         """The path of the module that a kept tensor is named by; "" for a leaf and for a captured one."""
