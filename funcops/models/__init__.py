@@ -1,5 +1,6 @@
 """Language models: `DecoderConfig` describes one, `decoder` makes its chain, `decode` and `generate` continue a text, and `from_hf`
-and `to_hf` read and write Hugging Face's checkpoints; `peft_names` gives PEFT's names of a decoder's linears; `pack` puts documents
+and `to_hf` read and write Hugging Face's checkpoints; `hf_paths` their modules by path, to compare runs;
+`peft_names` gives PEFT's names of a decoder's linears; `pack` puts documents
 into one row. `moe` makes the chain of a mixture of experts alone, `plain_experts` the chain of its experts as separate steps."""
 
 from funcops.library.ops.expert_steps import plain_experts
@@ -9,6 +10,7 @@ from funcops.models.decoder import decoder, decoder_x
 from funcops.models.decoder_config import DecoderConfig, LatentConfig, LinearAttentionConfig, layer_paths
 from funcops.models.documents import PackedDocuments, pack
 from funcops.models.hf import from_hf, open_hf, to_hf
+from funcops.models.hf_paths import hf_paths
 from funcops.models.mixture import MoEConfig, moe
 from funcops.models.peft import peft_names
 from funcops.models.sampling import SamplingConfig, sample
@@ -16,5 +18,5 @@ from funcops.models.sharding_rules import roles
 
 __all__ = ["Cache", "DecoderConfig", "KVCache", "LatentConfig", "LinearAttentionConfig", "MoEConfig"]
 __all__ += ["PackedDocuments", "SamplingConfig"]
-__all__ += ["cache_init", "decode", "decoder", "decoder_x", "from_hf", "generate", "layer_paths"]
+__all__ += ["cache_init", "decode", "decoder", "decoder_x", "from_hf", "generate", "hf_paths", "layer_paths"]
 __all__ += ["moe", "open_hf", "pack", "peft_names", "plain_experts", "roles", "roll_back", "sample", "to_hf"]

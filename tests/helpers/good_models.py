@@ -145,6 +145,7 @@ MODELS = {
     "models.roles": Row(lambda: {"cfg": LLAMA, "loss": True}),
     "models.peft_names": Row(lambda: {"cfg": LLAMA, "model": with_lora(models.decoder(LLAMA), 2, ("*.mlp.*",))}),
     "models.layer_paths": Row(lambda: {"cfg": LLAMA}),
+    "models.hf_paths": Row(lambda: {"cfg": LLAMA}),
     "models.from_hf": Row(
         lambda: {"folder": folder(), "dtype": torch.float32, "device": "cpu", "length": 4, "ignore": ()}, accepts=NO_FIELD
     ),
