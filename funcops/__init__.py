@@ -26,9 +26,10 @@ Residuals            report, diff, quantization_report, donate, pack, unpack, Le
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Disk, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
 Profiles             profile (Profile), named_steps, named_scope
+Recordings           recording (Recording), compare, note
 Kernels              backend, explain, plan, register_fusion, unregister_fusion (Rule, Saving)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError,
-                     CheckpointWriteError;
+                     CheckpointWriteError, NonFiniteError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
 Modules              funcops.nn, optim, low_precision, logs, lora, precision, checkpoint, schedule, graphs,
                      random, trees, testing, fused, dist, models
@@ -46,6 +47,7 @@ try:
     from funcops.engine import random as random
     from funcops.engine import trees as trees
     from funcops.engine.backend import backend as backend
+    from funcops.engine.backend.notes import note as note
     from funcops.engine.backend.scopes import named_scope as named_scope
     from funcops.engine.backend.scopes import named_steps as named_steps
     from funcops.engine.compose.add import *
@@ -74,6 +76,7 @@ try:
     from funcops.engine.errors import GradModeError as GradModeError
     from funcops.engine.errors import GraphOrderError as GraphOrderError
     from funcops.engine.errors import LedgerError as LedgerError
+    from funcops.engine.errors import NonFiniteError as NonFiniteError
     from funcops.engine.errors import StaleResidualError as StaleResidualError
     from funcops.engine.program.explain import explain as explain
     from funcops.engine.program.explain import plan as plan
@@ -160,6 +163,9 @@ if _TYPE_CHECKING:  # extensions, which are imported at their first use
     from funcops.adapters.from_function import stages_from_module as stages_from_module
     from funcops.adapters.profiler import Profile as Profile
     from funcops.adapters.profiler import profile as profile
+    from funcops.adapters.recording import Recording as Recording
+    from funcops.adapters.recording import compare as compare
+    from funcops.adapters.recording import recording as recording
     from funcops.low_precision.report import quantization_report as quantization_report
     from funcops.memory.compare import diff as diff
     from funcops.memory.disk import Disk as Disk
@@ -193,7 +199,9 @@ _LATER = {  # names of extensions, and where they are
     "Disk": "memory.disk",
     "Fitted": "memory.fit",
     "Profile": "adapters.profiler",
+    "Recording": "adapters.recording",
     "TorchConfig": "adapters.from_function",
+    "compare": "adapters.recording",
     "delayed_wgrad": "adapters.autograd.delayed",
     "diff": "memory.compare",
     "differentiable": "adapters.autograd",
@@ -202,6 +210,7 @@ _LATER = {  # names of extensions, and where they are
     "op_from_torch": "adapters.from_function",
     "profile": "adapters.profiler",
     "quantization_report": "low_precision.report",
+    "recording": "adapters.recording",
     "remat": "memory.remat",
     "stages_from_module": "adapters.from_function",
     "with_params": "memory.saveable",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from good_rows import ANY, CFG, META_KEY, NAME, ONE, Row, doubled, params, x
 
-from funcops import Needs, graphs, linear, nn, random
+from funcops import Needs, graphs, linear, nn, note, random, recording
 from funcops.engine.trees import tree_map_tensors
 from funcops.library.formats.recipes import Fp8Block
 
@@ -16,6 +16,13 @@ DEVICES_OWN = {name: "looked at where there is a GPU" for name in ("pool", "stre
 
 
 NODES = graphs.GraphData((graphs.GraphNode("kernel", "gemm"),), ())
+
+
+def recorded():
+    with recording() as found:
+        note(x=x())
+    return found
+
 
 ADAPTERS = {
     "graphs.branch": Row(lambda: {"name": "a"}, accepts=NAME),
@@ -29,6 +36,12 @@ ADAPTERS = {
         lambda: {"name": "a", "half": "fwd"}, accepts=NAME | {("half", text): "any half" for text in ("''", "'no such'")}
     ),
     "named_steps": Row(dict),
+    "note": Row(dict),
+    "recording": Row(
+        lambda: {"module": torch.nn.Linear(4, 4), "like": (), "stop_at_nonfinite": True}, accepts={("like", "[]"): "no ranks"}
+    ),
+    "compare": Row(lambda: {"a": recorded(), "b": recorded(), "tolerance": 0.1, "names": {"a": "a"}}),
+    "Recording": Row(lambda: {"rows": recorded().rows}, accepts={("rows", "[]"): "no rows"}),
     "profile": Row(lambda: {"fn": lambda: None, "calls": 1, "warmup": 1, "count": True}, {"calls": ONE}),
     "Profile": Row(
         lambda: {"rows": [], "device": "cpu", "events": {}}, accepts=dict.fromkeys(("rows", "device", "events"), "made by profile")

@@ -1,0 +1,103 @@
+"""A fault in one output of one call, of any op, rule and half, from one unit in the last place to 10 %, is found at its call and
+half; and equal runs have no difference.
+
+The models are those of the table of meetings, in all the ways in which it calls a step.
+"""
+
+import functools
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from planted_faults import Plan, planted
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "meetings"))
+from meeting_features import Meeting
+from meeting_steps import of_rank
+
+from funcops import compare, recording
+from funcops.testing import run_ranks
+
+MODELS = [
+    (), ("moe",), ("lora",), ("packed",), ("window",), ("fp8_current",), ("fp8_delayed",), ("fp8_block",), ("mxfp8",), ("nvfp4",),
+    ("tp",), ("sp",), ("cp",), ("ep",), ("zero3",), ("pipeline",), ("save_all",), ("recompute_norms",), ("minimal",), ("compress",),
+    ("recompute",), ("delayed",), ("donate",), ("differentiable",), ("moe", "lora"), ("fp8_current", "lora", "tp"),
+    ("packed", "minimal", "moe"), ("delayed", "donate", "mxfp8"),
+]  # fmt: skip
+SIZES = (None, 1e-6, 1e-3, 0.1)  # None: one unit in the last place
+EACH, FIRST = 18, ((), ("moe", "lora"), ("fp8_current", "lora", "tp"))
+CASES = [pytest.param(model, EACH, id="-".join(model) or "decoder", marks=pytest.mark.slow) for model in MODELS]
+
+
+def ran(meeting, plan, rank):
+    """The recordings of all ranks of a step, with the plan's fault on one of them."""
+    found = {}
+
+    def one(mesh):
+        number = 0 if mesh is None else mesh.rank
+        plan.follow(number == rank)
+        with recording() as found[number]:
+            of_rank(meeting, mesh)
+
+    with planted(plan):
+        run_ranks({"tp": 1, **meeting.mesh}, one) if meeting.mesh else one(None)
+    return [found[number] for number in sorted(found)]
+
+
+@functools.cache
+def reference(model):
+    """A run without a fault, for each rank the sites of faults, and whether a second run equals it."""
+    meeting = Meeting(*model)
+    ran(meeting, Plan(), 0)  # what is made once for all runs, such as first amaxes
+    ranks = max(1, functools.reduce(lambda a, b: a * b, meeting.mesh.values(), 1))
+    plans = [Plan() for _ in range(ranks)]
+    runs = [ran(meeting, plan, rank) for rank, plan in enumerate(plans)]
+    for other in runs[1:] or [ran(meeting, Plan(), 0)]:
+        assert compare(runs[0], other).first is None
+    return meeting, runs[0], [plan.sites for plan in plans]
+
+
+def missed(model, count, seed=0):
+    """The faults, of so many drawn ones, that were not found at their call and half."""
+    meeting, want, sites = reference(model)
+    draw, wrong = random.Random(f"{model} {seed}"), []
+    for _ in range(count):
+        rank = draw.randrange(len(want))
+        chosen, size = draw.randrange(len(sites[rank])), draw.choice(SIZES)
+        plan = Plan(chosen, size, draw.randrange(1000))
+        got = ran(meeting, plan, rank)
+        first = compare(want, got).first
+        right = first is not None and first.a.half == plan.changed.half and first.rank in (None, rank)
+        if not right or plan.changed.path not in (first.a.path, first.b.ran):
+            wrong.append(f"{'-'.join(model)}: {plan.changed} by {size} on rank {rank}: {first}")
+    return wrong
+
+
+@pytest.mark.parametrize(("model", "count"), [*[(model, 2) for model in FIRST[:1]], *CASES])
+def test_a_fault_is_found_at_its_call_and_half(model, count):
+    wrong = missed(model, count)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_enough_faults():
+    assert len(MODELS) * EACH >= 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS, ids=["-".join(model) or "decoder" for model in MODELS])
+def test_equal_runs_have_no_difference(model):
+    meeting, want, _ = reference(model)
+    for _ in range(EACH):
+        assert compare(want, ran(meeting, Plan(), 0)).first is None
+
+
+def test_a_run_without_its_last_line_would_miss_faults(monkeypatch):
+    """These tests can fail: if the weight gradients are not told, their faults are not found."""
+    from funcops.engine.program import noted
+
+    monkeypatch.setattr(noted, "_of_weights", lambda *given: "")
+    meeting = Meeting()
+    want = ran(meeting, plan := Plan(), 0)
+    chosen = next(i for i, site in enumerate(plan.sites) if site.half == "wgrad" and site.path.endswith("up"))
+    assert compare(want, ran(meeting, Plan(chosen), 0)).first is None
