@@ -20,6 +20,7 @@ BENCHES = {
     "launch": "host time of a Triton launch, the driver stubbed",
     "memory": "peak live bytes of four blocks, forward and backward",
     "overhead": "host time of forward and backward on small tensors",
+    "recording": "a digest, and a step that is recorded over one that is not",
     "recipes": "low-precision recipes on this GPU: a linear layer and a Llama block, against bfloat16",
     "residuals": "bytes that a block keeps for its backward",
     "schedule": "matrix products and live bytes of a split backward, against torch's own split",

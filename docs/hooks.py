@@ -61,6 +61,7 @@ SEARCHED = {
     "inside-an-existing-model.md": ("nn.Module", "autograd", "torch.compile", "measure kept bytes"),
     "coming-from-pytorch.md": ("load torch weights", "from_state_dict"),
     "reading-a-step.md": ("profiler", "trace"),
+    "my-loss-is-wrong.md": ("recording", "debug", "NaN"),
 }
 
 

@@ -93,6 +93,7 @@ FEATURES = {
     "window": Feature("window", "DecoderConfig(windows=...)"),
     "moe": Feature("MoE", "DecoderConfig(moe=...)"),
     "logs": Feature("logs", "logs.with_logs(cfg, {...}), logs.logs_init(params, cfg)"),
+    "recorded": Feature("recording", "with recording():"),
 }
 LOGS = {"*": ("y_norm", "dy_norm"), "blocks.*": ("dx_norm",), "norm": ("dw_norm",)}
 CALLERS = {  # the features whose step the caller writes, by the one that calls the backward itself

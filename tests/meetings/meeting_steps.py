@@ -15,7 +15,7 @@ from meeting_features import DOCUMENTS, Meeting
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from funcops import WithExtras, batch_wgrads, chain, delayed_wgrad, differentiable, dist, donate, random, with_policy
+from funcops import WithExtras, batch_wgrads, chain, delayed_wgrad, differentiable, dist, donate, random, recording, with_policy
 from funcops.engine.contract.op import Op
 from funcops.engine.trees import at, paths, put, tree_map_tensors
 from funcops.graphs import graphed, graphed_op, make_graphed_callables
@@ -85,7 +85,9 @@ def of_rank(meeting: Meeting, mesh: Any) -> dict[str, Tensor]:
     cfg = meeting.logged(cfg)
     if "logs" in meeting:
         params = logs_init(params, cfg, dtype=D)
-    losses, dparams = stepped(meeting, cfg, params, xs, torch.full((), 1 / share, dtype=D))
+    with recording() if "recorded" in meeting else contextlib.nullcontext() as told:
+        losses, dparams = stepped(meeting, cfg, params, xs, torch.full((), 1 / share, dtype=D))
+    assert told is None or {row.half for row in told.rows} >= {"fwd", "dgrad"}, "the steps of this meeting tell nothing"
     if "logs" in meeting:
         dparams, logs = split_logs(dparams, cfg)
         check_logs(logs, meeting, len(xs))

@@ -24,7 +24,19 @@ from torch import Tensor
 import funcops
 from funcops.engine.trees import paths
 
-SAME_BITS = ("save_all", "recompute_norms", "minimal", "offload", "fit", "recompute", "delayed", "donate", "graph", "logs")
+SAME_BITS = (
+    "save_all",
+    "recompute_norms",
+    "minimal",
+    "offload",
+    "fit",
+    "recompute",
+    "delayed",
+    "donate",
+    "graph",
+    "logs",
+    "recorded",
+)
 TRIPLES = 40
 EXACT = 1e-11  # of a gradient's norm: float64, sums in any order
 NEAR = dict.fromkeys(RECIPES, 0.35) | {"nvfp4": 0.7, "compress": 0.15, "moe": 0.15}  # of narrow layers; a router may choose anew
