@@ -352,7 +352,7 @@ def test_nested_recordings_and_threads():
 
 
 def test_ranks_in_order():
-    """Of several ranks the first difference is the first in the order of execution, whichever rank has it."""
+    """The first difference is the first in the order of execution, whichever rank has it."""
 
     def on(rank, wrong):
         return of(lambda: [_noted(f"step{i}", i + 0.5 * (wrong == (rank, i))) for i in range(4)])

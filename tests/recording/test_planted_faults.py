@@ -1,7 +1,7 @@
 """A fault in one output of one call, of any op, rule and half, from one unit in the last place to 10 %, is found at its call and
 half; and equal runs have no difference.
 
-The models are those of the table of meetings, in all the ways in which it calls a step.
+The models come from the table of meetings, in all the ways in which it calls a step.
 """
 
 import functools

@@ -58,7 +58,7 @@ def test_layouts_are_found_by_shapes():
     t = torch.arange(24.0).view(4, 6)
     layouts = Layouts([recorded(x=t[:, :3], y=t[:2, :3], z=t)])
     names = [name for name, _ in layouts.parts(("a", "fwd", "x"), t)]
-    assert names == ["1 of 2 along 1", "2 of 2 along 1"], "of six columns there are no two groups of two"
+    assert names == ["1 of 2 along 1", "2 of 2 along 1"], "three columns a rank are an odd number, so not of two groups"
     assert not list(layouts.parts(("a", "fwd", "y"), t)), "two axes differ"
     assert not list(layouts.parts(("a", "fwd", "z"), t)) and not list(layouts.parts(("b", "fwd", "x"), t))
 

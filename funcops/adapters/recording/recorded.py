@@ -20,7 +20,6 @@ from funcops.adapters.recording.digest import Digest, digest
 from funcops.adapters.recording.modules import told_by_hooks
 from funcops.adapters.recording.parts import Layouts
 from funcops.engine.backend import notes, scopes
-from funcops.engine.backend.notes import Told
 from funcops.engine.errors import NonFiniteError, fail, in_html, on_screen, require_flag, require_type, short
 
 VERSION = 1
@@ -137,7 +136,7 @@ class _Taker:
         self.digests: list[Tensor] = []
         self.last: Any = (lambda: None), None, None  # the last value, weakly; its memory, if it is a dx; its digest
 
-    def __call__(self, found: list[Told], kept: Any) -> None:
+    def __call__(self, found: list[notes.Told], kept: Any) -> None:
         if not self.mine():
             return
         for told in found:
@@ -152,7 +151,7 @@ class _Taker:
         own = [taker for taker in notes.takers if isinstance(taker, _Taker) and taker.thread == threading.get_ident()]
         return self is (own or [taker for taker in notes.takers if isinstance(taker, _Taker)])[-1]
 
-    def take(self, told: Told) -> Tensor:
+    def take(self, told: notes.Told) -> Tensor:
         """Note a value, and its digest."""
         key, value = (told.path, told.half, told.name), told.value
         turn = self.turns[key]
@@ -166,7 +165,7 @@ class _Taker:
         self.digests.append(words)
         return words
 
-    def of(self, told: Told) -> Tensor:
+    def of(self, told: notes.Told) -> Tensor:
         """The digest of a value. What a call is given is often the dx that was told before it: then that one's digest."""
         value = told.value
         memory = (value.data_ptr(), value.numel(), value.dtype) if value.is_contiguous() else None
