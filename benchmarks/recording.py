@@ -1,7 +1,7 @@
 """The cost of a recording: of a digest of one tensor, and of a training step with digests over the same step without.
 
-Rows "digest" are of contiguous tensors on the CPU, in wall-clock time. A step is the forward and backward of a decoder of two
-layers, width 512, at 2,048 tokens; both sides take turns, and the ratio is of their medians.
+Rows "digest" are of contiguous tensors on the CPU. A step is the forward and backward of a decoder of two layers; both sides take
+turns, and the ratio is of their medians. Times are the process's CPU times, which other work on the machine changes least.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run(width: int = WIDTH, tokens: int = TOKENS, rounds: int = 5) -> Iterator[R
     for numel in SIZES:
         for dtype in (torch.float32, torch.bfloat16):
             t = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
-            samples = interleaved({"digest": lambda t=t: digest(t)}, rounds=4 * rounds, calls=3)
+            samples = interleaved({"digest": lambda t=t: digest(t)}, rounds=4 * rounds, calls=3, cpu=True)
             yield Row(
                 "recording",
                 f"digest of {numel:,} {dtype}".replace("torch.", ""),
@@ -59,7 +59,7 @@ def run(width: int = WIDTH, tokens: int = TOKENS, rounds: int = 5) -> Iterator[R
             plain()
         values.append(len(found))
 
-    samples = interleaved({"plain": plain, "recorded": recorded}, rounds=rounds, calls=1)
+    samples = interleaved({"plain": plain, "recorded": recorded}, rounds=rounds, calls=1, cpu=True)
     case = f"step of width {width}, {tokens:,} tokens"
     for name, times in samples.items():
         yield Row("recording", case, name, "time", median(times) / 1e3, "ms")
