@@ -17,6 +17,7 @@ from meeting_features import Meeting
 from meeting_steps import of_rank
 
 from funcops import compare, recording
+from funcops.engine.program import rules
 from funcops.testing import run_ranks
 
 MODELS = [
@@ -60,7 +61,10 @@ def reference(model):
 
 def missed(model, count, seed=0):
     """The faults, of so many drawn ones, that were not found at their call and half."""
-    meeting, want, sites = reference(model)
+    return of_reference(*reference(model), model, count, seed)
+
+
+def of_reference(meeting, want, sites, model, count, seed):
     draw, wrong = random.Random(f"{model} {seed}"), []
     for _ in range(count):
         rank = draw.randrange(len(want))
@@ -77,6 +81,16 @@ def missed(model, count, seed=0):
 @pytest.mark.parametrize(("model", "count"), [*[(model, 2) for model in FIRST[:1]], *CASES])
 def test_a_fault_is_found_at_its_call_and_half(model, count):
     wrong = missed(model, count)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [(), ("moe",), ("lora", "delayed"), ("minimal",), ("tp",)], ids=str)
+def test_a_fault_of_a_fused_call_is_found_at_that_call(model, monkeypatch):
+    monkeypatch.setattr(rules, "FEW", 1)  # elements, from which on rules run on the CPU
+    found = reference.__wrapped__(model)
+    assert any("+" in site.path for site in found[2][0])
+    wrong = of_reference(*found, model, EACH, 1)
     assert not wrong, "\n".join(wrong)
 
 
