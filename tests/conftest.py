@@ -9,8 +9,8 @@ import pytest
 import quick_torch
 import torch
 from hypothesis import settings
+from tiers import COLLECTED
 
-COLLECTED = pytest.StashKey()  # every test, before any is left out by its marks
 RUN = pytest.StashKey()  # the tests that have run in this process
 LONG = {  # files of tests that compile or start processes: they come first, so that no worker ends with one alone
     "test_pipeline_examples.py",
@@ -22,7 +22,7 @@ LONG = {  # files of tests that compile or start processes: they come first, so 
     "test_smoke.py",
     "test_notebooks.py",
 }
-SECONDS_OF_A_FUNCTION = 1.2  # that its cases have in the first tier, by the table of durations
+SECONDS = 1.2, 5.0  # that the cases of a function, and the functions of a file, have in the first tier, by the table of durations
 gc.disable()  # until all tests are collected: the modules and thousands of tests live to the end
 ROOT = Path(__file__).parents[1]
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config, items):
     absent = not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     _take_turns(items)
     first = [item.nodeid for item in items if not (item.get_closest_marker("slow") or item.get_closest_marker("gpu"))]
-    left_out = drawn_part.dear(first, drawn_part.durations(), SECONDS_OF_A_FUNCTION)
+    left_out = drawn_part.dear(first, drawn_part.durations(), *SECONDS)
     for item in items:
         if item.nodeid in left_out:
             item.add_marker(pytest.mark.slow)

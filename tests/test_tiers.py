@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
-from conftest import COLLECTED
+from tiers import COLLECTED
 
 import funcops
 from funcops.engine.contract.op import Op

@@ -9,7 +9,7 @@ fault is likelier. Either half makes parts that take as long, of which the seed 
 and a test of a minute has its turn as often as one of a second.
 
 `python tests/helpers/drawn_part.py REPORT...` writes the table from reports of pytest (`--junitxml`). Of a function it has the mean
-of its cases, if that is at least as much as a test takes that it does not have, or if its cases together take a second; functions
+of its cases, if that is at least as much as a test takes that it does not have, or if its cases together take longer; functions
 that no report has keep their row.
 """
 
@@ -26,7 +26,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).resolve().with_name("durations.csv")
 CHEAP = 0.2  # seconds of a test whose function the table does not have
-MANY = 1.0  # seconds of all cases of a function, each cheap, that the table has all the same
+MANY = 0.3  # seconds of all cases of a function, each cheap, that the table has all the same
 
 
 def pytest_addoption(parser):
@@ -61,17 +61,26 @@ def parts(names, seconds, known):
     return [part for _, _, part in sorted(found, key=lambda one: one[1])]
 
 
-def dear(names, known, seconds):
-    """The cases that are left out so that no function takes more seconds than so many, by the table. Cases that stay lie evenly
-    among them, and every function has one."""
-    of = {}
+def dear(names, known, seconds, of_a_file):
+    """The cases that are left out so that no function takes more than `seconds`, and no file more than `of_a_file`, by the table.
+    Cases that stay lie evenly among them, and every function has one; of a file the cheapest functions stay."""
+    files = {}
     for name in names:
-        of.setdefault(name.partition("[")[0], []).append(name)
+        function = name.partition("[")[0]
+        files.setdefault(name.partition("::")[0], {}).setdefault(function, []).append(name)
     out = set()
-    for function, cases in of.items():
-        count = max(1, int(seconds / known[function])) if function in known else len(cases)
-        if count < len(cases):
+    for functions in files.values():
+        costs = []
+        for function, cases in functions.items():
+            each = known.get(function, 0.0)
+            count = min(len(cases), max(1, int(seconds / each))) if each else len(cases)
             out |= set(cases) - {cases[i * len(cases) // count] for i in range(count)}
+            costs.append((each * count, function))
+        spent = 0.0
+        for cost, function in sorted(costs):
+            if spent and spent + cost > of_a_file:
+                out |= set(functions[function])
+            spent += cost
     return out
 
 

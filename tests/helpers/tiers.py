@@ -6,6 +6,8 @@ the first tier, and the rest of the grid in the second.
 
 import pytest
 
+COLLECTED = pytest.StashKey()  # every test, before any is left out by its marks
+
 
 def drawn(rows, columns, ids=None, families=None):
     """Parameters (row, column): in the first tier the i-th row with the i-th column, cyclically; all others are marked slow. With

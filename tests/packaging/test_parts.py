@@ -37,10 +37,18 @@ def test_parts_of_nothing_and_of_less_than_a_part():
 def test_a_dear_function_has_so_many_seconds_of_the_first_tier(cost, cases, left):
     names = [f"tests/test_a.py::test_a[{i}]" for i in range(cases)]
     known = {} if cost is None else {"tests/test_a.py::test_a": cost}
-    out = drawn_part.dear([*names, "tests/test_b.py::test_b"], known, 2.0)
+    out = drawn_part.dear([*names, "tests/test_b.py::test_b"], known, 2.0, 9.0)
     kept = [i for i, name in enumerate(names) if name not in out]
     assert len(kept) == left and "tests/test_b.py::test_b" not in out
     assert max(b - a for a, b in zip(kept, [*kept[1:], cases], strict=True)) <= -(-cases // left), "evenly"
+
+
+@pytest.mark.parametrize(("costs", "left"), [((1.0, 2.0, 4.0), "ab"), ((9.0, 8.0), "b"), ((0.0, 0.0, 5.0), "abc"), ((6.0,), "a")])
+def test_a_dear_file_has_its_cheapest_functions_in_the_first_tier(costs, left):
+    known = {f"tests/test_a.py::test_{name}": cost for name, cost in zip("abc", costs, strict=False) if cost}
+    names = [f"tests/test_a.py::test_{name}" for name, _ in zip("abc", costs, strict=False)]
+    out = drawn_part.dear([*names, "tests/test_b.py::test_b"], known, 9.0, 5.0)
+    assert {name[-1] for name in names if name not in out} == {*left} and "tests/test_b.py::test_b" not in out
 
 
 @pytest.mark.parametrize("seed", "abcdef")
