@@ -66,7 +66,6 @@ def test_finite_differences(case):
         LAWS["finite_differences"](case, torch.float64)
 
 
-@pytest.mark.turns("case", every=3)
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_compiles(case):
     """The backend "eager" traces, and does no more: aot_eager takes as long again."""
