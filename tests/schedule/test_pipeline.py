@@ -55,6 +55,7 @@ LINES = {
     "tied": 2,
     "frozen": 1,
     "logged": SCHEDULES,
+    "recorded": SCHEDULES,
     "outputs": 2,
     "reduce": 3,
     "modules": 12,

@@ -2,8 +2,8 @@
 prints a line of numbers a case, or fails; their exit codes are printed last.
 
 MODES of four ranks: allocated. MODES of a pair, with commas between: gradients (for every schedule), curve (for six); drawn;
-leveled; leaves; tied; frozen; logged; outputs; reduce; modules; nan, refused (rank 1's first step), kill, raise (rank 1 goes wrong
-in its second step). Each says `== MODE` first.
+leveled; leaves; tied; frozen; logged; recorded; outputs; reduce; modules; nan, refused (rank 1's first step), kill, raise (rank 1
+goes wrong in its second step). Each says `== MODE` first.
 """
 
 import functools
@@ -24,7 +24,7 @@ from forked import codes
 from staged import DIM, USER, decoder, layered, linears, microbatches, reference, routed_stages, square_error, stages_of_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops import Needs, chain, random
+from funcops import Needs, chain, compare, random, recording
 from funcops.adapters.pipelining import BucketedMean, Pipeline, split_stage
 from funcops.engine.residuals.report import storage_of
 from funcops.engine.trees import paths, tensors, tree_map, tree_map_tensors
@@ -251,6 +251,22 @@ def logged():
                 got, one = (t.sort().values if name == "user" else t for t in (named[key], one))
                 far = max(far, float((got - one).abs().max() / one.abs().max()))
         print(name, far)
+
+
+def recorded():
+    """Each rank's recording against one process's: the values of its stages are the same, and nothing else is told."""
+    model, params, xs = setup(cfg=decoder(4))
+    for name, schedule in SCHEDULES.items():
+        given = xs[: schedule.microbatches]
+        with recording() as whole:
+            run(schedule, params, given, model)
+        pipeline = Pipeline(schedule, model, xs[0], dtype=torch.float64)
+        with recording() as mine:
+            pipeline.step(local(pipeline, params), given)
+        found = compare(whole, mine)
+        assert found.first is None and not found.only_b and found.matched, found
+        assert {one.a.path.partition(".")[0] for one in found.matched} == {*pipeline.names}
+        print(name, 0.0)
 
 
 def outputs():
