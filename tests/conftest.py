@@ -55,8 +55,8 @@ def pytest_collection_modifyitems(config, items):
     config.stash[COLLECTED] = list(items)
     absent = not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     _take_turns(items)
-    # every op is held to every law in the first tier (test_tiers.py), whatever that takes
-    bounded = [item for item in items if item.path.name != "test_laws.py"]
+    # every op is held to every law in the first tier (test_tiers.py), and the code of every page runs, whatever that takes
+    bounded = [item for item in items if item.path.name not in ("test_laws.py", "test_docs.py")]
     first = [item.nodeid for item in bounded if not (item.get_closest_marker("slow") or item.get_closest_marker("gpu"))]
     left_out = drawn_part.dear(first, drawn_part.durations(), *SECONDS)
     for item in items:
