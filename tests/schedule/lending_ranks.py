@@ -1,6 +1,7 @@
 """Gloo processes of which some keep residuals for others: `python lending_ranks.py FOLDER CASES...`. Each rank prints `NAME| VALUE`
 lines, or fails; their exit codes are printed last. A case is the name of a function here, and has two ranks."""
 
+import fcntl
 import functools
 import gc
 import json
@@ -130,7 +131,9 @@ def drawn_rules(mesh):
 
 def gone(mesh):
     """Rank 1 is killed while it holds residuals: what it had is lost, and nothing more is sent."""
-    lent = lend(mesh, "pp", {1: 1 << 20})
+    lent, alive = lend(mesh, "pp", {1: 1 << 20}), (Path(sys.argv[1]) / "gone.lock").open("a")
+    if mesh.rank == 1:
+        fcntl.flock(alive, fcntl.LOCK_EX)  # until it has ended: opened after its connections, it is closed after them
     torch_dist.barrier()
     if mesh.rank == 1:
         torch_dist.barrier()
@@ -139,6 +142,7 @@ def gone(mesh):
     y, kept = op.fwd(params, X, CHAIN)
     settled(lent)
     torch_dist.barrier()
+    fcntl.flock(alive, fcntl.LOCK_EX)
     for _ in range(2):
         _fails("backward", functools.partial(op.bwd, kept, torch.ones_like(y), CHAIN))
     for _ in range(2):
@@ -176,11 +180,14 @@ def stopped(mesh):
     op, _, params = of_a_chain(mesh["pp"])
     y, kept = op.fwd(params, X, CHAIN)
     settled(lent)
-    os.kill(int(path.read_text()), 19)
+    pid = int(path.read_text())
+    os.kill(pid, 19)
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):  # a thread may answer once more before it stops
+        _wait_for(lambda stat=stat: stat.read_text().rpartition(") ")[2].startswith("T"))
     start = time.monotonic()
     _fails("backward", lambda: op.bwd(kept, torch.ones_like(y), CHAIN))
     print("in time|", 9 < time.monotonic() - start < 60)
-    os.kill(int(path.read_text()), 9)
+    os.kill(pid, 9)
 
 
 def raised(mesh):
