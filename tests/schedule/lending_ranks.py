@@ -14,14 +14,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as torch_dist
-from drawn_places import X, by_backward, drawn, drawn_needs
 from forked import codes
+from policy_cases import SMALL, WAYS, X, by_backward, drawn_needs
 
 from funcops import (
     ChainConfig,
     Compress,
     LinearConfig,
     Policy,
+    RepeatConfig,
     RMSNormConfig,
     Step,
     chain,
@@ -34,6 +35,7 @@ from funcops import (
     with_policy,
 )
 from funcops.dist import Mesh
+from funcops.engine.residuals.report import kept_values
 from funcops.schedule import At, lend
 from funcops.schedule.lend import FULL, HEAD, PUT, _head
 from funcops.testing.checks import same_bits
@@ -93,6 +95,19 @@ def short(mesh):
             barrier()
 
 
+def drawn(rng, place):
+    """A config of some layers, x, and rules by path for some of them, perhaps with a codec."""
+    op, cfg, x = SMALL[rng.choice(list(SMALL))]
+    times = rng.randint(1, 3)
+    fields = sorted({path for path, *_ in kept_values(op.fwd(op.init(cfg, key=random.key(0)), x, cfg)[1])})
+    codec = rng.choice([None, None, "bf16", "mxfp8", "int8"])
+    action = place if codec is None else Compress(codec) | place
+    layers = rng.choice(["*", "0", f"0-{times - 1}"])
+    fields = [path for path in fields if codec is None or path[-1] in "xqkvy"]
+    rules = {f"{layers}.{name}": action for name in rng.sample(fields, min(rng.randint(1, 4), len(fields)))}
+    return RepeatConfig(op, cfg, times), x, Policy(rules, optional=True), codec
+
+
 def drawn_rules(mesh):
     """Blocks, rules, codecs, halves, donation and needs: the bits of the codec alone, and the bytes that the report said."""
     axis = mesh["pp"]
@@ -107,9 +122,9 @@ def drawn_rules(mesh):
                 barrier()
                 continue
             rng = pyrandom.Random(seed)
-            _, cfg, x, policy, codec = drawn(rng, At(1, axis))
+            cfg, x, policy, codec = drawn(rng, At(1, axis))
             op, params = with_policy(repeat, policy), repeat.init(cfg, key=random.key(0))
-            needs, halves, donated = drawn_needs(rng, params), rng.random() < 0.5, rng.random() < 0.5
+            needs, way = drawn_needs(rng, params), rng.choice(WAYS)
             y, kept = op.fwd(params, x, cfg, needs=needs)
             print(f"{seed}| {report(kept, params, x).places.get('rank 1 of pp', 0)}")
             settled(lent)
@@ -119,12 +134,11 @@ def drawn_rules(mesh):
             want = with_policy(repeat, alone)
             dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed))
             same_bits(
-                by_backward(op, kept, dy, cfg, halves, donated),
-                by_backward(want, want.fwd(params, x, cfg, needs=needs)[1], dy, cfg, halves, donated),
+                by_backward(op, kept, dy, cfg, way),
+                by_backward(want, want.fwd(params, x, cfg, needs=needs)[1], dy, cfg, way),
                 f"{policy} {needs}",
             )
-            if not donated:
-                del kept
+            del kept
             settled(lent)
             barrier()
             barrier()

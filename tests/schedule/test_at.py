@@ -16,7 +16,7 @@ from pathlib import Path
 import lending_ranks
 import pytest
 import torch
-from drawn_places import X
+from policy_cases import X
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import (
