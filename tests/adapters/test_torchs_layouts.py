@@ -1,12 +1,17 @@
-"""For any layout of x, the outputs and gradients of a module of funcops.nn have the strides of torch's own module."""
+"""For any layout of x, the outputs and gradients of a module of funcops.nn have the strides of torch's own module; what a traced op
+has kept may come back in any layout."""
 
 import copy
 
 import pytest
 import torch
+from own_models import CFG
 from torch import nn
 
 from funcops import nn as fnn
+from funcops import op_from_torch
+from funcops.engine.trees import tree_map_tensors
+from funcops.testing.checks import same_bits
 
 LAYOUTS = {
     "contiguous": lambda s: torch.randn(s),
@@ -172,3 +177,40 @@ def test_a_gate_along_another_dimension_has_its_layout_and_values(dim, gate):
         torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), leaf)[0] for t, leaf in ((y, a), (want, b))))
     with pytest.raises(ValueError, match=rf"GLU: x must be of an even size along dimension {dim}, got"):
         layer(torch.randn(3, 3, 3))
+
+
+EDITS = {  # of a kept tensor: the edited one, and what is said of it
+    "a copy": (torch.clone, None),
+    "other strides": (lambda t: t.mT.contiguous().mT, None),
+    "a lazy negation": (lambda t: torch._neg_view(-t), None),
+    "another dtype": (torch.Tensor.float, r"got float32\[4, 4\]"),
+    "another shape": (lambda t: t[:2], r"got float64\[2, 4\]"),
+}
+
+
+@pytest.mark.parametrize("half", ["bwd", "dgrad", "wgrad"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_kept_tensor_serves_in_any_layout_and_in_no_other_shape_or_dtype(edit, half):
+    """The graph of a trace holds views that only the traced strides allow."""
+    op = op_from_torch(lambda p, x, cfg: ((x @ p).tanh().view(2, 8) * 2).exp(), name="bent", init=lambda cfg, **_: None)
+    p, x = (torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    change, said = EDITS[edit]
+
+    def gradients(edited):
+        y, kept = op.fwd(p, x, CFG)
+        if half == "wgrad":
+            _, pending = op.dgrad(kept, torch.ones_like(y), CFG)
+            return op.wgrad(edited(pending), CFG)
+        found = getattr(op, half)(edited(kept), torch.ones_like(y), CFG)
+        return found if half == "bwd" else found[0]
+
+    def edited(tree):
+        return tree_map_tensors(lambda t: change(t) if t.shape == (4, 4) else t, tree)
+
+    if said is None:
+        same_bits(gradients(edited), gradients(lambda tree: tree), edit)
+    else:
+        with pytest.raises(
+            (TypeError, ValueError), match=rf"bent_{half}: (residuals|pending).kept\..* must be float64\[4, 4\], .*{said}"
+        ):
+            gradients(edited)
