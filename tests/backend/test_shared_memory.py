@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 import triton.language as tl
-from triton.runtime.errors import OutOfResources
+from triton import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from funcops.engine.backend import aot, launch, shared

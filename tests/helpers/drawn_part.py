@@ -63,25 +63,30 @@ def parts(names, seconds, known):
 
 def dear(names, known, seconds, of_a_file):
     """The cases that are left out so that no function takes more than `seconds`, and no file more than `of_a_file`, by the table.
-    Cases that stay lie evenly among them, and every function has one; of a file the cheapest functions stay."""
+    Cases that stay lie evenly among them. In a file that takes longer every function has fewer cases, down to one; if that is too
+    much still, its dearest functions are left out."""
     files = {}
     for name in names:
         function = name.partition("[")[0]
         files.setdefault(name.partition("::")[0], {}).setdefault(function, []).append(name)
     out = set()
     for functions in files.values():
-        costs = []
-        for function, cases in functions.items():
-            each = known.get(function, 0.0)
-            count = min(len(cases), max(1, int(seconds / each))) if each else len(cases)
-            out |= set(cases) - {cases[i * len(cases) // count] for i in range(count)}
-            costs.append((each * count, function))
+        for part in (1, 2, 4, 8, 1000):
+            counts = {function: _count(cases, known.get(function), seconds / part) for function, cases in functions.items()}
+            costs = sorted([(known.get(function, 0.0) * count, function) for function, count in counts.items()])
+            if sum(cost for cost, _ in costs) <= of_a_file:
+                break
         spent = 0.0
-        for cost, function in sorted(costs):
-            if spent and spent + cost > of_a_file:
-                out |= set(functions[function])
+        for cost, function in costs:
+            cases, count = functions[function], counts[function]
+            fits = not spent or spent + cost <= of_a_file
+            out |= set(cases) - ({cases[i * len(cases) // count] for i in range(count)} if fits else set())
             spent += cost
     return out
+
+
+def _count(cases, each, seconds):
+    return min(len(cases), max(1, int(seconds / each))) if each else len(cases)
 
 
 def changed_lately(since="2 days"):

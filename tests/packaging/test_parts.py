@@ -51,6 +51,15 @@ def test_a_dear_file_has_its_cheapest_functions_in_the_first_tier(costs, left):
     assert {name[-1] for name in names if name not in out} == {*left} and "tests/test_b.py::test_b" not in out
 
 
+def test_functions_of_a_dear_file_have_fewer_cases_before_one_is_left_out():
+    names = [f"tests/test_a.py::test_{name}[{i}]" for name in "abc" for i in range(8)]
+    known = {f"tests/test_a.py::test_{name}": cost for name, cost in zip("abc", (0.1, 0.5, 2.0), strict=True)}
+    left = lambda of_a_file: [  # noqa: E731
+        sum(f"_{name}[" in one for one in {*names} - drawn_part.dear(names, known, 2.0, of_a_file)) for name in "abc"
+    ]
+    assert left(9.0) == [8, 4, 1] and left(4.0) == [8, 2, 1] and left(3.2) == [5, 1, 1] and left(1.0) == [1, 1, 0]
+
+
 @pytest.mark.parametrize("seed", "abcdef")
 def test_half_of_the_time_goes_to_what_changed_lately(seed):
     """If nothing or little did, the rest has more of it; every slow test has its turn by some seed."""

@@ -36,9 +36,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Optional
 
 import torch
-from triton import knobs
+from triton import OutOfResources, knobs
 from triton.runtime import driver
-from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from funcops.engine.backend.shared import Need, shared_memory
