@@ -219,9 +219,11 @@ _LATER = {  # names of extensions, and where they are
 }
 _PUBLIC = [*_LATER]
 _PUBLIC += [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
-# for `import *`: a name for each concept, and its config; linear_fwd and LinearResiduals are imported by name
+# for `import *`: a name for each concept, and its config; linear_fwd and LinearResiduals are imported by name, as is a class whose
+# objects a function returns
 _OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending", "Scaling")
-__all__ = [name for name in _PUBLIC if name == "delayed_wgrad" or not name.endswith(_OF_AN_OPERATOR)]
+_RESULTS = ("Fitted", "Profile", "Recording")
+__all__ = [name for name in _PUBLIC if name == "delayed_wgrad" or not name.endswith((*_OF_AN_OPERATOR, *_RESULTS))]
 
 
 def __dir__() -> list[str]:
