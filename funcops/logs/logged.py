@@ -179,7 +179,7 @@ class Place(NamedTuple):
 def places(cfg: Any) -> Iterator[Place]:
     """The steps with logs, in the order of the forward."""
     for one, around in parts_of(cfg):
-        if type(one.cfg) is not LoggedConfig:
+        if one.op is not logged:
             continue
         names: list[Any] = []
         layers, stacked = [], []

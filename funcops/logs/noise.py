@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from funcops.engine.compose.chain import ChainConfig
-from funcops.engine.compose.repeat import RepeatConfig
-from funcops.engine.contract.walk import Part
-from funcops.engine.errors import FLOATS, check, describe, fail, join_path, require, require_count, require_type
+from funcops.engine.contract.walk import nested
+from funcops.engine.errors import FLOATS, check, describe, fail, require, require_count, require_type
 from funcops.engine.program.values import has_params
-from funcops.logs.rewrite import places_of
+from funcops.logs.rewrite import places_of, repeats
 
 
 class Noise(NamedTuple):
@@ -78,17 +77,10 @@ def param_logs(cfg: Any) -> dict[str, tuple[str, ...]]:
     require_type("param_logs", "cfg", cfg, ChainConfig)
     if cfg.ties:
         fail("param_logs", "cfg", "a chain without ties", f"ties of {', '.join(path for path, _ in cfg.ties)}")
-    found = [path for step in cfg.steps for path in _paths(Part(step.name, step.op, step.cfg))]
+    every = [part for part, _ in nested(cfg, stop=lambda part: bool(part.path) and not repeats(part))]
+    found = [part.path for part in every[1:] if not repeats(part) and has_params(part.op, part.cfg)]
     require(bool(found), "param_logs", "cfg", "a chain with params", describe(cfg))
     return {path: ("dw_norm",) for path in found}
-
-
-def _paths(part: Part) -> list[str]:
-    if not has_params(part.op, part.cfg):
-        return []
-    if not isinstance(part.cfg, RepeatConfig):
-        return [part.path]
-    return [path for name, op, cfg in part.cfg.parts() for path in _paths(Part(join_path(part.path, name), op, cfg))]
 
 
 def total_norm(logs: Mapping[str, Mapping[str, Tensor]], cfg: Any) -> Tensor:

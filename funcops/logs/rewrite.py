@@ -72,7 +72,7 @@ def with_logs(cfg: Any, logs: Mapping[str, tuple[str, ...]], *, runs: int = 1) -
         require(bool(right), "with_logs", LEAF, "globs over paths, each with a tuple of names", f"{glob!r}: {names!r}")
     known = _known(cfg)
     asked: dict[str, tuple[str, ...]] = {}
-    joined = _joined(cfg)
+    joined, joining = _joined(cfg), {id(part.cfg) for part in _chains(cfg)}
     for glob, names in logs.items():
         wrong = [path for path, first in joined.items() if not (first and set(names) <= set(OF_FIRST))]
         several = [path for path, of in known.items() if matches(path, (glob,)) and of != RepeatConfig and path not in wrong]
@@ -87,14 +87,13 @@ def with_logs(cfg: Any, logs: Mapping[str, tuple[str, ...]], *, runs: int = 1) -
         asked |= {path: tuple(dict.fromkeys((*asked.get(path, ()), *names))) for path in found}
 
     def visit(part: Part) -> Any:
-        require(type(part.cfg) is not LoggedConfig, "with_logs", "cfg", "one without logs", f"one with logs of {part.path}")
-        if isinstance(part.cfg, ChainConfig) and any([join_path(part.path, step.name) in asked for step in _first(part.cfg)]):
+        require(part.op is not logged, "with_logs", "cfg", "one without logs", f"one with logs of {part.path}")
+        if id(part.cfg) in joining and any([join_path(part.path, step.name) in asked for step in _first(part.cfg)]):
             return rewrite(part.cfg.as_run(), visit, op=part.op, path=part.path)
         # popped, as the body of a skip has its path, and is a part of what the path names
         names = asked.pop(part.path, ())
-        if names and isinstance(part.cfg, RepeatConfig):
-            body = join_path(part.path, part.cfg.parts()[0][0])
-            fail("with_logs", LEAF, f"a step, as the body of this repeat, {body!r}", repr(part.path))
+        if names and repeats(part):
+            fail("with_logs", LEAF, f"a step, as the body of this repeat, {join_path(part.path, '*')!r}", repr(part.path))
 
         def wrapped(op: Any, own: Any) -> tuple[Any, Any]:
             try:
@@ -132,15 +131,23 @@ def _first(cfg: ChainConfig) -> list[Any]:
     return [step for step, runs in zip(cfg.steps, cfg.runs, strict=True) if step.op is not runs.op and runs.has_params]
 
 
+def _chains(cfg: Any) -> Iterator[Part]:
+    return (part for part, _ in nested(cfg) if isinstance(part.cfg, ChainConfig))
+
+
 def _joined(cfg: Any) -> dict[str, bool]:
     """The paths of steps that run as one with others, and whether it is the first of them, whose x, dx and params are the one's."""
     found = {}
-    for part, _ in nested(cfg):
-        if isinstance(part.cfg, ChainConfig):
-            for step, runs in zip(part.cfg.steps, part.cfg.runs, strict=True):
-                if step.op is not runs.op:
-                    found[join_path(part.path, step.name)] = runs.has_params
+    for part in _chains(cfg):
+        for step, runs in zip(part.cfg.steps, part.cfg.runs, strict=True):
+            if step.op is not runs.op:
+                found[join_path(part.path, step.name)] = runs.has_params
     return found
+
+
+def repeats(part: Part) -> bool:
+    """Whether the part is a repeat: its body may be logged, not itself."""
+    return part.composite and part.cfg.times is not None
 
 
 def logs_init(params: T, cfg: Any, *, dtype: torch.dtype | None = None) -> T:

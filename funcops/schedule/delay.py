@@ -76,7 +76,7 @@ class Delaying:
     """A simulated schedule, of which `within` makes others. What does not depend on the budget is done once."""
 
     def __init__(self, before: Simulated, model: Model) -> None:
-        refuse("delay_w", model.costs)
+        refuse("delay_w", [own.moved for own in model.costs])
         self.before, self.model = before, model
         self.known: dict[bool, list[_Placed]] = {False: [], True: []}  # by patience
         schedule = before.schedule

@@ -140,7 +140,7 @@ def level(
     Model.of(schedule, costs, network, "level")  # raises for costs that do not fit
     given = [costs or Costs()] * schedule.stages if costs is None or isinstance(costs, Costs) else list(costs)
     plain = [own[0].costs(cost) for own, cost in zip(choices, given, strict=True)]
-    refuse("level", given)
+    refuse("level", [own.moved for own in given])
     before, found, reached = simulate(schedule, plain, network), list[Leveled](), list[_Plan]()
     for made in (schedule, *_delayed(before, plain, network)):
         fronts = _fronts(made, choices, given)

@@ -6,14 +6,10 @@ import bisect
 import dataclasses
 import itertools
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from funcops.engine.errors import require, require_count, require_number
 from funcops.schedule.actions import Schedule
-
-if TYPE_CHECKING:
-    from funcops.schedule.simulate import Costs, Network
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,33 +36,35 @@ class Moved:
         require_number("Moved", 0, finite=False, hidden_under=self.hidden_under)
 
 
-def waits(where: str, schedule: Schedule, costs: Sequence[Costs], network: Network) -> list[float]:
-    """For each stage the time that its dgrad waits for what comes back. Raises `ValueError` for a rank that cannot keep it."""
+def waits(
+    where: str, schedule: Schedule, moved: Sequence[tuple[Moved, ...]], time: Callable[[int, int, float], float]
+) -> list[float]:
+    """For each stage the time that its dgrad waits for what comes back, `time(rank, home, nbytes)` of each less what hides it.
+    Raises `ValueError` for a rank that cannot keep it."""
     found = []
-    for stage, own in enumerate(costs):
+    for stage, own in enumerate(moved):
         home = schedule.rank_of[stage]
-        for i, one in enumerate(own.moved):
+        for i, one in enumerate(own):
             wanted = f"another than rank {home}, below {len(schedule.ranks)}"
             require(one.rank < len(schedule.ranks) and one.rank != home, where, f"costs.{stage}.moved.{i}.rank", wanted, one.rank)
-        found.append(sum([max(0.0, network.time(one.rank, home, one.nbytes) - one.hidden_under) for one in own.moved]))
+        found.append(sum([max(0.0, time(one.rank, home, one.nbytes) - one.hidden_under) for one in own]))
     return found
 
 
-def refuse(where: str, costs: Sequence[Costs]) -> None:
-    """Raise for costs with bytes at another rank, where only the own ones are counted."""
-    for stage, own in enumerate(costs):
-        wanted = "empty, as simulate alone counts the bytes of other ranks"
-        require(not own.moved, where, f"costs.{stage}.moved", wanted, own.moved)
+def refuse(where: str, moved: Sequence[tuple[Moved, ...]]) -> None:
+    """Raise for bytes at another rank, where only the own ones are counted."""
+    for stage, own in enumerate(moved):
+        require(not own, where, f"costs.{stage}.moved", "empty, as simulate alone counts the bytes of other ranks", own)
 
 
 def with_guests(
-    schedule: Schedule, costs: Sequence[Costs], ends: Sequence[array[float]], held: Sequence[array[float]]
+    schedule: Schedule, moved: Sequence[tuple[Moved, ...]], ends: Sequence[array[float]], held: Sequence[array[float]]
 ) -> tuple[tuple[float, ...], tuple[array[float], ...]]:
     """The peaks, and the bytes after each action, with what each rank keeps for others. At one time, bytes come before some go."""
     guests: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
     for actions, times in zip(schedule.ranks, ends, strict=True):
         for (stage, kind, _), end in zip(actions, times, strict=True):
-            for one in costs[stage].moved if kind != "W" else ():
+            for one in moved[stage] if kind != "W" else ():
                 guests[one.rank].append((end, one.nbytes if kind == "F" else -one.nbytes))
     peaks, after = [], []
     for times, own, came in zip(ends, held, guests, strict=True):

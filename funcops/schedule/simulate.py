@@ -138,7 +138,7 @@ class Model(NamedTuple):
         require(len(given) == schedule.stages, where, "costs", f"one Costs, or {schedule.stages}, one a stage", len(given))
         owner, net = schedule.rank_of, network or Network()
         send = [net.time(owner[s], owner[s + 1], given[s].output_bytes) for s in range(schedule.stages - 1)]
-        late = waits(where, schedule, given, net)
+        late = waits(where, schedule, [own.moved for own in given], net.time)
         if any(late):
             given = [one.later(time) for one, time in zip(given, late, strict=True)]
         if all(not one.collectives for one in given):
@@ -294,7 +294,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, n
         moved[rank] += count * sum([one.nbytes for one in model.costs[stage].moved])
         late[rank] += count * model.waits[stage]
     if any(moved):
-        peaks, bytes_after = with_guests(schedule, model.costs, ends, after)
+        peaks, bytes_after = with_guests(schedule, [own.moved for own in model.costs], ends, after)
     return Simulated(schedule, tuple(starts), tuple(ends), max(free), peaks, bytes_after, tuple(moved), tuple(late))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from funcops.engine.backend import notes, scopes
+from funcops.engine.errors import join_path
 
 HALVES = {"forward": "fwd", "dgrad": "dgrad", "wgrad": "wgrad", "backward": "bwd"}
 
@@ -64,7 +65,7 @@ def _told(nodes: list[fx.Node], half: str, output: fx.Node) -> list[tuple[str, s
     else:
         last = [half != "dgrad" and set(node.users) == {output} for node in read]
         kinds = [("wgrad", "dparams") if alone else ("dgrad", "dx") for alone in last]
-    names = [f"{name}.{i}" if kinds.count((of, name)) > 1 else name for i, (of, name) in enumerate(kinds)]
+    names = [join_path(name, i if kinds.count((of, name)) > 1 else None) for i, (of, name) in enumerate(kinds)]
     return [(of, name, node) for (of, _), name, node in zip(kinds, names, read, strict=True)]
 
 
