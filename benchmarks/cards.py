@@ -27,7 +27,7 @@ from funcops.engine.backend.aot import TARGETS, Build, name_of, stubbed
 from funcops.engine.backend.fingerprint import fingerprint
 from funcops.engine.backend.launch import Launched, planned_launches
 from funcops.library.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Recipe
-from funcops.library.kernels.triton import scaled_library, scaled_mm
+from funcops.library.kernels.triton import scaled_mm, scaled_ways
 from funcops.library.kernels.triton.matmul import device_facts, left_to_library
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,7 +111,7 @@ def card_of(target: str, builds: list[Build]) -> Card:
 @contextmanager
 def on(target: str) -> Iterator[None]:
     """A card, with a torch that has its library's products of codes."""
-    with stubbed(TARGETS[target].gpu), mock.patch.object(scaled_library, "SERVED", TARGETS[target].gpu.backend == "cuda"):
+    with stubbed(TARGETS[target].gpu), mock.patch.object(scaled_ways, "SERVED", TARGETS[target].gpu.backend == "cuda"):
         yield
 
 

@@ -14,6 +14,8 @@ from funcops.library.kernels.scaled_mm import scaled_mm
 
 ours = pytest.importorskip("funcops.library.kernels.triton.scaled_mm")
 library = pytest.importorskip("funcops.library.kernels.triton.scaled_library")
+layouts = pytest.importorskip("funcops.library.kernels.triton.scaled_layouts")
+ways = pytest.importorskip("funcops.library.kernels.triton.scaled_ways")
 pytestmark = pytest.mark.skipif(library._WAYS is None, reason="torch has no scaled_mm")
 TENSOR, EACH, BLOCK, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
 PAIRS = (TENSOR, TENSOR), (EACH, EACH), (BLOCK, SQUARE), (BLOCK, BLOCK)
@@ -73,7 +75,7 @@ def test_scales_lie_as_the_library_reads_them():
     x, w = torch.randn(256, 512), torch.randn(384, 512)
     row, square = quantize_tensor(x, Format("e4m3", BLOCK)), quantize_tensor(w, Format("e4m3", SQUARE))
     for q, tile in ((row, BLOCK), (turned(row), BLOCK), (quantize_tensor(x, row.format, side="col"), BLOCK), (square, SQUARE)):
-        assert library._along(q.scales, tile).data_ptr() == q.scales.data_ptr()
+        assert layouts.as_read(q.scales, tile).data_ptr() == q.scales.data_ptr()
 
 
 @ON_CPU
@@ -145,7 +147,7 @@ def on(monkeypatch):
             monkeypatch.setattr(module, "IN_INTERPRETER", False)
             monkeypatch.setattr(module, "driver", types.SimpleNamespace(active=Active(arch)))
         monkeypatch.setattr(ours, "INTERPRETED", False)
-        monkeypatch.setattr(library, "SERVED", True)
+        monkeypatch.setattr(ways, "SERVED", True)
 
     return choose
 
@@ -159,7 +161,7 @@ def test_the_library_serves_what_was_measured_or_is_asked_for_or_has_no_other_ke
         for provider in ("auto", "cublas"):
             with gemm(provider):
                 served[provider] = ours._library_serves(kind, (a, b), tuple(tiles), 0, ours.driver.active)
-        alone = arch < (100 if kind in library.SMALL else 90)
+        alone = arch < (100 if kind in ways.SMALL else 90)
         assert served == {"auto": arch in (devices if alone else confirmed), "cublas": arch in devices}, arch
 
 
@@ -256,5 +258,5 @@ def test_calls_of_small_blocks_pass_torchs_checks(pair, monkeypatch):
         c = library.product(*of_p[:2], *of_q[:2], (a, b), tiles, torch.bfloat16, kind, (of_p[2], of_q[2]))
         assert c.shape == (rows, 48)
         with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-            patch.setattr(library, "swizzled", lambda scales: scales.flatten()[1:])
+            patch.setattr(layouts, "swizzled", lambda scales: scales.flatten()[1:])
             library.product(*of_p[:2], *of_q[:2], (a, b), tiles, torch.bfloat16, kind, (of_p[2], of_q[2]))

@@ -1,57 +1,23 @@
 """Products of codes by CUDA's library (cuBLASLt, through `torch.nn.functional.scaled_mm`), whose sums are promoted to float32 every
 128 along K, as ours are.
 
-A way is how scales lie: one a tensor ("tensor"), one a row ("row"), blocks of 128 ("block"), or MX's and NVFP4's small blocks,
-which the library reads in an order of its own (`swizzled`). Which device has which way is data. What no device has confirmed is
-taken by request, gemm("cublas"), or where our own kernels do not run.
+`scaled_ways.py` says on which device it has which way, `scaled_layouts.py` how it reads their scales.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from funcops.library.kernels.scaled_mm import SERVED
+from funcops.library.kernels.triton.scaled_layouts import as_read
+from funcops.library.kernels.triton.scaled_ways import SMALL, way_of
 
 _functional: Any = torch.nn.functional
 _WAYS: Any = getattr(_functional, "ScalingType", None)
 _SWIZZLES: Any = getattr(_functional, "SwizzleType", None)
-# the capabilities of the devices on which torch multiplies so: by rows it has none for 12.0, for 8.9 one of bfloat16 results
-DEVICES = {
-    "tensor": (89, 90, 100, 103, 120, 121),
-    "row": (90, 100, 103),
-    "block": (90,),
-    "mx": (100, 103, 120, 121),
-    "nvfp4": (100, 103, 120, 121),
-}
-CONFIRMED = {"tensor": (90,), "row": (90,), "block": (90,)}  # of these, the ones that were measured (`docs/benchmarks`)
 ALIGN = 16  # addresses and rows of codes are multiples of so many bytes
-SQUARE_ALIGN = 4  # scales of square blocks are padded to a multiple of it
-SMALL = {"e8m0": ("mx", 32), "e4m3": ("nvfp4", 16)}  # by the kind of scales: the way, and the elements that share one
-
-
-@functools.lru_cache(maxsize=256)
-def way_of(kind: str, elements: tuple[str, str], tiles: tuple[Any, Any]) -> Optional[str]:
-    """How the library multiplies such operands on some device; None if it does on none."""
-    if elements == ("e5m2", "e5m2"):
-        return None
-    if kind in SMALL:
-        way, size = SMALL[kind]
-        fits = all([tile in ((1, size), (size, size)) for tile in tiles])
-        return way if fits and all([(element == "e2m1") is (way == "nvfp4") for element in elements]) else None
-    if tiles[0] == tiles[1] and tiles[0] in ((0, 0), (1, 0)):
-        return "row" if tiles[0][0] else "tensor"
-    blocks = tiles[0] == (1, 128) and tiles[1] in ((1, 128), (128, 128)) and elements == ("e4m3", "e4m3")
-    return "block" if blocks else None
-
-
-def serves(way: Optional[str], capability: int, wanted: bool) -> bool:
-    """Whether the library takes products of a way on a device: where one was measured, or, if `wanted`, wherever it runs."""
-    devices = DEVICES if wanted else CONFIRMED
-    return SERVED and way is not None and capability in devices.get(way, ())
 
 
 def product(
@@ -73,7 +39,7 @@ def product(
     if n % ALIGN or k % (32 if way == "mx" else ALIGN):
         return None
     left, right = (t.contiguous() for t in (a.reshape(rows, k), b))
-    of_left, of_right = _along(a_scales, tiles[0], kind, rows), _along(b_scales, tiles[1], kind, n)
+    of_left, of_right = as_read(a_scales, tiles[0], kind, rows), as_read(b_scales, tiles[1], kind, n)
     if pads:
         left, right, of_left, of_right = (t if _aligned(t) else t.clone() for t in (left, right, of_left, of_right))
     if not _aligned(left, right, of_left, of_right):
@@ -103,7 +69,6 @@ def _by_small_blocks(
 
 
 _DTYPES: dict[str, Any] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": getattr(torch, "float4_e2m1fn_x2", None)}
-_OF_SCALES: dict[str, Any] = {"e8m0": getattr(torch, "float8_e8m0fnu", None), "e4m3": torch.float8_e4m3fn}
 
 
 def _ways(way: str, tiles: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -115,26 +80,3 @@ def _ways(way: str, tiles: tuple[Any, Any]) -> tuple[Any, Any]:
 
 def _aligned(*tensors: Tensor) -> bool:
     return not any(t.data_ptr() % ALIGN for t in tensors)
-
-
-def _along(scales: Tensor, tile: tuple[int, int], kind: str = "float32", rows: int = 0) -> Tensor:
-    """Scales in the library's layout: block by block for row tiles; along K, padded to fours, for square tiles; for each of `rows`
-    rows and swizzled, for small ones."""
-    if kind in SMALL:
-        each = scales if tile[0] == 1 else scales[:, None].expand(-1, tile[0], -1).flatten(0, 1)[:rows]
-        return swizzled(each).view(_OF_SCALES[kind])
-    if tile == (1, 128):
-        return scales.mT.contiguous().mT
-    if tile != (128, 128):
-        return scales.contiguous()
-    pad = -scales.shape[1] % SQUARE_ALIGN
-    return (torch.nn.functional.pad(scales, (0, pad)) if pad else scales.contiguous()).mT
-
-
-def swizzled(scales: Tensor) -> Tensor:
-    """Scales [R, C] of one byte in the order in which cuBLASLt reads them: in tiles of 128 rows and 4 columns, filled up with
-    zeros, one after the other by rows; in a tile row r and column c is byte 16 (r % 32) + 4 (r / 32) + c."""
-    rows, columns = scales.shape
-    filled = torch.nn.functional.pad(scales, (0, -columns % 4, 0, -rows % 128))
-    tiles = filled.view(filled.shape[0] // 128, 4, 32, filled.shape[1] // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

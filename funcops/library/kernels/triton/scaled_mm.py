@@ -27,6 +27,7 @@ from funcops.library.kernels import quantize
 from funcops.library.kernels import scaled_mm as declared
 from funcops.library.kernels.quantize import ELEMENTS
 from funcops.library.kernels.triton import scaled_library as library
+from funcops.library.kernels.triton import scaled_ways as ways
 from funcops.library.kernels.triton.common import IN_INTERPRETER, INTERPRETED, cdiv
 from funcops.library.kernels.triton.gemm import BARRIERS, tile_of
 from funcops.library.kernels.triton.gemm_table import fitting
@@ -204,7 +205,7 @@ def _library_serves(kind: str, elements: tuple[str, str], tiles: tuple[Any, Any]
         return False
     capability, _ = _capability(device, active)
     wanted = gemm_provider() == "cublas" or capability < _least(kind)
-    return library.serves(library.way_of(kind, elements, tiles), capability, wanted)
+    return ways.serves(ways.way_of(kind, elements, tiles), capability, wanted)
 
 
 def _least(kind: str) -> int:
