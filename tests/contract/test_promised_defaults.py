@@ -22,7 +22,7 @@ def defaults():
     found = {}
     for room in ROOMS:
         module = getattr(funcops, room) if room else funcops
-        for name in sorted({*vars(module), *getattr(module, "__all__", ())}):
+        for name in sorted({*dir(module), *getattr(module, "__all__", ())}):  # also what is imported later
             value = getattr(module, name)
             if name.startswith("_") or not (inspect.isfunction(value) or inspect.isclass(value)):
                 continue
