@@ -25,12 +25,12 @@ from benchmarks.kernel_calls import KernelCall, Maker, kernel_calls
 from benchmarks.measure import BenchError
 from benchmarks.standard_models import MODELS, step
 from funcops.engine.backend import backend, gemm
-from funcops.engine.backend.aot import COMPILER, TARGETS, Build, inspect, name_of, stubbed, takes_descriptors
-from funcops.engine.backend.fingerprint import fingerprint
 from funcops.engine.backend.launch import Launched, launched_kernels, planned_launches
 from funcops.engine.backend.shared import shared_memory
 from funcops.library.kernels.triton.gemm_specialised import specialised_shared_of
 from funcops.library.kernels.triton.gemm_table import SPECIALISED
+from funcops.testing.aot import COMPILER, TARGETS, Build, inspect, name_of, stubbed, takes_descriptors
+from funcops.testing.fingerprint import fingerprint
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -23,12 +23,12 @@ from benchmarks.aot import read
 from benchmarks.measure import BenchError
 from benchmarks.standard_models import MODELS, step
 from funcops.engine.backend import backend, gemm
-from funcops.engine.backend.aot import TARGETS, Build, name_of, stubbed
-from funcops.engine.backend.fingerprint import fingerprint
 from funcops.engine.backend.launch import Launched, planned_launches
 from funcops.library.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Recipe
 from funcops.library.kernels.triton import scaled_mm, scaled_ways
 from funcops.library.kernels.triton.matmul import device_facts, left_to_library
+from funcops.testing.aot import TARGETS, Build, name_of, stubbed
+from funcops.testing.fingerprint import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "benchmarks" / "aot.csv"

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from benchmarks.measure import Row, interleaved, summary
-from funcops.engine.backend.aot import stubbed
 from funcops.engine.backend.launch import launcher
+from funcops.testing.aot import stubbed
 
 
 @triton.jit

@@ -30,9 +30,9 @@ class Listed(NamedTuple):
 @functools.cache
 def listed(dtype: torch.dtype) -> tuple[Listed, ...]:
     """Every call in order, from tensors on the meta device, which need no memory. Nothing is compiled."""
-    from funcops.engine.backend.aot import TARGETS, stubbed  # needs Triton, which a bench without a device does without
-    from funcops.engine.backend.fingerprint import fingerprint
     from funcops.engine.backend.launch import planned_launches
+    from funcops.testing.aot import TARGETS, stubbed  # needs Triton, which a bench without a device does without
+    from funcops.testing.fingerprint import fingerprint
 
     found = []
     with stubbed(TARGETS[TARGET].gpu), backend("triton"):
@@ -69,6 +69,6 @@ class _Fingerprints(list[Any]):
         self.hashes: set[str] = set()
 
     def append(self, launched: Any) -> None:
-        from funcops.engine.backend.fingerprint import fingerprint
+        from funcops.testing.fingerprint import fingerprint
 
         self.hashes.add(fingerprint(launched, TARGET))

@@ -90,8 +90,8 @@ def run() -> list[Row]:
 def _low_precision() -> list[Row]:
     if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET", "0") != "0":
         return []
-    from funcops.engine.backend.aot import stubbed
     from funcops.engine.backend.launch import planned_launches
+    from funcops.testing.aot import stubbed
 
     rows = []
     with stubbed(), planned_launches(), backend("triton"), gemm("triton"), _as_on_a_device():

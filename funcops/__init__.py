@@ -87,7 +87,6 @@ try:
     from funcops.engine.residuals import POLICIES as POLICIES
     from funcops.engine.residuals import Compress as Compress
     from funcops.engine.residuals import Drop as Drop
-    from funcops.engine.residuals import Ledger as Ledger
     from funcops.engine.residuals import Offload as Offload
     from funcops.engine.residuals import Policy as Policy
     from funcops.engine.residuals import Recompute as Recompute
@@ -171,6 +170,7 @@ if _TYPE_CHECKING:  # extensions, which are imported at their first use
     from funcops.memory.disk import Disk as Disk
     from funcops.memory.fit import Fitted as Fitted
     from funcops.memory.fit import fit as fit
+    from funcops.memory.ledger import Ledger as Ledger
     from funcops.memory.policy import with_policy as with_policy
     from funcops.memory.remat import remat as remat
     from funcops.memory.saveable import with_params as with_params
@@ -198,6 +198,7 @@ _ROOMS = [
 _LATER = {  # names of extensions, and where they are
     "Disk": "memory.disk",
     "Fitted": "memory.fit",
+    "Ledger": "memory.ledger",
     "Profile": "adapters.profiler",
     "Recording": "adapters.recording",
     "TorchConfig": "adapters.from_function",

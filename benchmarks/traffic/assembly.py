@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funcops.engine.backend.aot import TOOLS
+from funcops.testing.aot import TOOLS
 
 THREADS, REGISTERS, SHARED, PROGRAMS = 2048, 65536, 233472, 32  # the limits of an H100's multiprocessor
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)([.\w]*)([^;]*)")

@@ -14,10 +14,10 @@ from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from funcops.engine.backend.aot import name_of, stubbed
-from funcops.engine.backend.fingerprint import source_of
 from funcops.engine.backend.launch import compiled_launches
 from funcops.engine.errors import short
+from funcops.testing.aot import name_of, stubbed
+from funcops.testing.fingerprint import source_of
 
 
 class RequestedLaunch(NamedTuple):

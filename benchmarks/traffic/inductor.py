@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.traffic.calls import RequestedLaunch
 from benchmarks.traffic.count import PROCESSORS, Counter
-from funcops.engine.backend.aot import stubbed
+from funcops.testing.aot import stubbed
 
 CUDA = torch.device("cuda", 0)
 H100 = types.SimpleNamespace(

@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torch import Tensor
+
 from funcops.engine.contract.by_config import class_by
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op, wrap
 from funcops.engine.contract.schema import DGRAD, RECOMPUTE, WGRAD, Donated, Phase, Saved, open_node
 from funcops.engine.errors import in_step, require
-from funcops.engine.residuals.forms import from_form, in_blocks, to_form
-from funcops.engine.residuals.policy import Action, Drop
+from funcops.engine.residuals.forms import Packed, block_of, from_form, to_form
+from funcops.engine.residuals.policy import Action, Compress, Drop
 from funcops.memory.away import let_go
 
 Actions = tuple[tuple[str, Action], ...]  # by field
@@ -102,6 +104,13 @@ def from_place(name: str, form: Any) -> Any:
         raise
 
 
+def _in_blocks(value: Any) -> bool:
+    """Whether `value` is a whole tensor as codes with one scale per block, which a kernel can read without `from_form`: see
+    `block_of`."""
+    whole = type(value) is Packed and isinstance(value.action, Compress) and value.view is None
+    return whole and isinstance(value.parts[0], Tensor) and block_of(value) > 0
+
+
 def _opened(
     actions: Actions, where: str, kept: Any, declared: Any, cfg: Any, phase: Phase, dy: Any = None
 ) -> tuple[Any, dict[str, Any]]:
@@ -112,5 +121,5 @@ def _opened(
         missed = isinstance(action, Drop) and node.fields[name].wanted(node.needs)
         require(not missed, where, f"{node.kind}.{name}", "kept, because this half of the backward reads it", "dropped (policy)")
     kept_as = {name: getattr(node, name) for name in read}
-    plain = {name: t if node.fields[name].blocks and in_blocks(t) else from_place(name, t) for name, t in kept_as.items()}
+    plain = {name: t if node.fields[name].blocks and _in_blocks(t) else from_place(name, t) for name, t in kept_as.items()}
     return node.copy(**plain), plain

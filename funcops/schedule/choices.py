@@ -15,11 +15,11 @@ from funcops.engine.contract.op import Op
 from funcops.engine.errors import describe, require_count, require_dtype, require_number, require_type
 from funcops.engine.program.run import tied
 from funcops.engine.program.values import abstract_params
-from funcops.engine.residuals.ledger import Ledger
 from funcops.engine.residuals.policy import Policy
 from funcops.engine.trees import fake, paths, tree_map_tensors
 from funcops.library.formats.working import working_like
 from funcops.memory.fit import Fitted, fit
+from funcops.memory.ledger import Ledger
 from funcops.memory.policy import with_policy
 from funcops.schedule.simulate import Costs
 from funcops.schedule.stage import check_staged

@@ -10,8 +10,8 @@ from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.contract.needs import Needs, check_needs
 from funcops.engine.errors import fail, require_callable, require_type
 from funcops.engine.program.run import check_names
-from funcops.engine.residuals.ledger import Ledger
 from funcops.engine.trees import WithExtras, put
+from funcops.memory.ledger import Ledger
 from funcops.schedule.actions import Action, Schedule
 from funcops.schedule.stage import Done, Ends, Stage, check_staged, share_ties, split_inputs, told_of_ties
 

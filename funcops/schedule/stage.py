@@ -24,10 +24,10 @@ from funcops.engine.program.accumulator_checks import check_into_tree
 from funcops.engine.program.run import taken_apart, tied
 from funcops.engine.program.values import fold_keys
 from funcops.engine.residuals.donate import donate
-from funcops.engine.residuals.ledger import Ledger
 from funcops.engine.trees import WithExtras, constant_paths, paths, put, stands_for_one, tree_map_with_path
 from funcops.library.formats import zero_gradient
 from funcops.library.formats.qtensor import has_keys
+from funcops.memory.ledger import Ledger
 
 Done = Callable[[int, Any], None]
 HALVES = {"forward": "fwd", "dgrad": "dgrad", "wgrad": "wgrad", "backward": "bwd"}

@@ -24,9 +24,9 @@ import triton
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from funcops.engine.backend import aot
-from funcops.engine.backend.aot import TARGETS, _code_bytes, _read_amd, _read_nvidia, config_of, stubbed, takes_descriptors
 from funcops.engine.backend.launch import Launched
+from funcops.testing import aot
+from funcops.testing.aot import TARGETS, _code_bytes, _read_amd, _read_nvidia, config_of, stubbed, takes_descriptors
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "benchmarks" / "aot.csv"
@@ -39,8 +39,8 @@ from funcops import (
     ActivationConfig, ChainConfig, LayerNormConfig, LinearConfig, RMSNormConfig, Step, activation, chain, layer_norm, linear,
     rms_norm,
 )
-from funcops.engine.backend.aot import COMPILER, TARGETS, config_of, inspect, name_of, stubbed
-from funcops.engine.backend.fingerprint import fingerprint
+from funcops.testing.aot import COMPILER, TARGETS, config_of, inspect, name_of, stubbed
+from funcops.testing.fingerprint import fingerprint
 from funcops.engine.backend import backend
 from funcops.engine.backend.launch import compiled_launches, launcher, need_of, planned_launches
 from funcops.engine.backend.shared import shared_memory
@@ -191,7 +191,7 @@ def rows():
 
 @pytest.fixture(scope="module", params=[pytest.param("every target", marks=pytest.mark.slow)])
 def found(tmp_path_factory):
-    from funcops.engine.backend.aot import TARGETS
+    from funcops.testing.aot import TARGETS
 
     seed = int(time.time() // 86400)
     path = tmp_path_factory.mktemp("aot") / "program.py"
@@ -215,7 +215,7 @@ def spills_on_sm_90(build):
 
 
 def within_limits(build):
-    from funcops.engine.backend.aot import TARGETS
+    from funcops.testing.aot import TARGETS
 
     target = build["target"]
     assert build["shared"] <= TARGETS[target].shared_limit, build

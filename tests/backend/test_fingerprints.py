@@ -38,8 +38,8 @@ def kernel(x_ptr, BLOCK: tl.constexpr):
 def hashed(tmp_path, monkeypatch):
     """The hash of KERNEL with its helpers, after a replacement in their sources, and with the globals `after`; a
     new pair of modules each time."""
-    from funcops.engine.backend.fingerprint import fingerprint
     from funcops.engine.backend.launch import Launched
+    from funcops.testing.fingerprint import fingerprint
 
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -98,7 +98,7 @@ def test_the_hash_is_not_of_comments_and_layout(hashed):
 def test_the_bench_compiles_what_changed_alone(monkeypatch, tmp_path):
     from benchmarks import aot
     from benchmarks.measure import BenchError, write_csv
-    from funcops.engine.backend.aot import COMPILER, Build
+    from funcops.testing.aot import COMPILER, Build
 
     def made(launched, target):
         return Build(launched, "", target, 4, 8, 0, 0, "", 16, launched + target, COMPILER)

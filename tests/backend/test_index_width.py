@@ -13,7 +13,7 @@ EVERY_KERNEL = """
 import json, torch
 from index_ranges import wrong_addresses
 from funcops.engine.backend import backend
-from funcops.engine.backend.aot import TARGETS, name_of, stubbed
+from funcops.testing.aot import TARGETS, name_of, stubbed
 from funcops.engine.backend.launch import compiled_launches
 from benchmarks.aot import never_built
 from benchmarks.kernel_calls import Maker, kernel_calls
@@ -42,7 +42,7 @@ print(json.dumps({"wrong": wrong, "sizes": sizes}))
 NARROW = """
 import json, torch, triton, triton.language as tl
 from index_ranges import wrong_addresses
-from funcops.engine.backend.aot import stubbed
+from funcops.testing.aot import stubbed
 from funcops.engine.backend.launch import compiled_launches, launcher
 
 @triton.jit

@@ -23,7 +23,7 @@ from funcops.library.kernels import triton as kernels
 PROGRAM = """
 import json, torch
 from funcops.engine.backend.launch import launched_kernels, launcher, planned_launches
-from funcops.engine.backend.aot import stubbed
+from funcops.testing.aot import stubbed
 from benchmarks.launch import cases
 from funcops.library.kernels.triton import random
 from triton import knobs
@@ -183,7 +183,7 @@ HANDED = """
 import json, torch, triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
-from funcops.engine.backend.aot import TARGETS, StubDriver
+from funcops.testing.aot import TARGETS, StubDriver
 from funcops.engine.backend.launch import launcher, use_driver
 
 def as_tuple(launch, first, packed, rest):

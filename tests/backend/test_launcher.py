@@ -12,7 +12,8 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from funcops.engine.backend import aot, launch
+from funcops.engine.backend import launch
+from funcops.testing import aot
 
 
 class Passing:

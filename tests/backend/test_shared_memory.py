@@ -14,10 +14,11 @@ import triton.language as tl
 from triton import OutOfResources
 from triton.runtime.jit import JITFunction
 
-from funcops.engine.backend import aot, launch, shared
-from funcops.engine.backend.aot import TARGETS, stubbed
+from funcops.engine.backend import launch, shared
 from funcops.engine.backend.shared import SharedMemory
 from funcops.library.kernels.triton.gemm_table import SQUARE, WIDE, Tile, fitting
+from funcops.testing import aot
+from funcops.testing.aot import TARGETS, stubbed
 
 EACH = 20_000  # bytes that a stage takes
 
@@ -174,7 +175,7 @@ def test_memory_that_no_part_fits_leaves_the_tile():
 
 COMPILED = """
 import json, torch, triton, triton.language as tl
-from funcops.engine.backend.aot import TARGETS, stubbed
+from funcops.testing.aot import TARGETS, stubbed
 from funcops.engine.backend.launch import compiled_launches, launcher
 
 @triton.jit

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from funcops.engine.backend.aot import TARGETS
+from funcops.testing.aot import TARGETS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -18,7 +18,7 @@ import json, sys
 from benchmarks.aot import read
 from benchmarks.cards import TABLE, launches, shared_of
 from benchmarks.standard_models import MODELS
-from funcops.engine.backend.aot import name_of
+from funcops.testing.aot import name_of
 
 table, found = read(str(TABLE)), {}
 for target in sys.argv[1:]:

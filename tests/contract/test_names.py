@@ -39,7 +39,8 @@ from funcops import (
     with_policy,
 )
 from funcops import nn as fnn
-from funcops.engine.backend.source import exact, literal
+from funcops.adapters.autograd.saved_tensors import literal
+from funcops.engine.backend.source import exact
 from funcops.engine.residuals import Policy, Recompute
 
 D = 4

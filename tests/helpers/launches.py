@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from funcops.engine.backend import backend, gemm
-from funcops.engine.backend.aot import name_of
 from funcops.library.kernels import attention
+from funcops.testing.aot import name_of
 
 NO_KERNEL = ("empty", "new_empty", "detach", "unsafe_view")
 

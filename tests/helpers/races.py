@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from funcops.engine.backend.aot import TARGETS, stubbed
+from funcops.testing.aot import TARGETS, stubbed
 
 DEFINED = re.compile(r"^\s*(%[\w#]+)(?::\d+)? = (?:\"?)([\w.]+)")
 CARRIED = re.compile(r"(%\w+) = (%[\w#]+)")

@@ -19,7 +19,7 @@ from funcops.testing.tolerances import assert_close
 BIASES = {"none": None, "one": (1, 1), "a head": (1, 2), "a batch": (7, 1), "each": (7, 2)}
 MANY = """
 import torch
-from funcops.engine.backend.aot import stubbed
+from funcops.testing.aot import stubbed
 from funcops.engine.backend.launch import planned_launches
 from funcops.library.kernels.triton.scored_attention import scored_attention_bwd, scored_attention_fwd
 from funcops.library.kernels.triton.modulate import modulate_fwd

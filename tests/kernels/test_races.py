@@ -17,7 +17,7 @@ PROGRAM = """
 import json, random, sys, torch
 from races import memory_of, races, ttgir
 from funcops.engine.backend import backend
-from funcops.engine.backend.aot import TARGETS, config_of, name_of, stubbed
+from funcops.testing.aot import TARGETS, config_of, name_of, stubbed
 from funcops.engine.backend.launch import planned_launches
 from benchmarks.kernel_calls import Maker, kernel_calls
 

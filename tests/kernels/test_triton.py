@@ -62,7 +62,7 @@ def test_a_forward_of_no_numbers_launches_nothing(case, monkeypatch):
     """But a weight may be quantised, and a q that sees no key."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    from funcops.engine.backend.aot import name_of
+    from funcops.testing.aot import name_of
 
     (params, x), launched, run = case.make(torch.float32), [], InterpretedFunction.__getitem__
     monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: launched.append(name_of(self.fn)) or run(self, grid))

@@ -11,7 +11,6 @@ import funcops as fo
 from funcops import ChainConfig, LinearConfig, Step, batch_wgrads, chain, donate, linear, random, remat, with_policy
 from funcops.adapters.graphs import graphed
 from funcops.checkpoint import load, save
-from funcops.engine.residuals import Ledger
 from funcops.engine.trees import paths, tensors, tree_map_tensors
 from funcops.library.ops.qlinear import qlinear
 from funcops.low_precision import (
@@ -25,6 +24,7 @@ from funcops.low_precision import (
     split_amaxes,
     with_recipe,
 )
+from funcops.memory.ledger import Ledger
 from funcops.schedule import one_f_one_b, run, zb_h1
 
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}

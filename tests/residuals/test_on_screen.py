@@ -24,7 +24,7 @@ from funcops import (
 )
 from funcops.adapters.graphs import graphed
 from funcops.engine.errors import size_of, sized
-from funcops.engine.residuals import Ledger
+from funcops.memory.ledger import Ledger
 
 
 def chain_of(steps):

@@ -24,8 +24,8 @@ from funcops import (
 from funcops.engine.compose.add import AddResiduals
 from funcops.engine.contract.op import dgrad_of, make_op
 from funcops.engine.errors import LedgerError
-from funcops.engine.residuals import Ledger
 from funcops.engine.trees import nbytes, paths, put, tensors, tree_map_tensors
+from funcops.memory.ledger import Ledger
 from funcops.schedule import (
     Schedule,
     delay_w,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.adapters.flatten import Shape, TensorIndex, flatten
-from funcops.engine.backend.source import compile_source, literal
+from funcops.engine.backend.source import compile_source
 from funcops.engine.contract.schema import Saved
 from funcops.engine.residuals.nested import Nested
 from funcops.library.formats import IN_CODES
@@ -135,3 +135,17 @@ def _reads(at: str, shape: Any, reads: list[str]) -> None:
     elif isinstance(shape, (tuple, list)):
         for i, child in enumerate(shape):
             _reads(f"{at}[{i}]", child, reads)
+
+
+def literal(key: Any) -> str:
+    """A key of a dict, as source.
+
+    >>> from funcops.adapters.autograd.saved_tensors import literal
+    >>> literal("up"), literal(3)
+    ("'up'", '3')
+    """
+    for kind in (str, int):
+        # `int.__repr__(True)` is '1'
+        if isinstance(key, kind) and type(key) is not bool:
+            return kind.__repr__(key)
+    return repr(key)

@@ -20,11 +20,10 @@ from funcops.adapters.graphs.statics import Inputs, clones, refuse_copy, restore
 from funcops.engine.compose.step import check_body
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
-from funcops.engine.contract.rerun import read_again
 from funcops.engine.contract.walk import walk
 from funcops.engine.errors import BorrowedError, GraphOrderError, describe, fail, require, require_count, require_flag, require_type
-from funcops.engine.residuals.ledger import Ledger
-from funcops.engine.trees import leaves, tensors, tree_map
+from funcops.engine.trees import leaves, paths, tensors, tree_map
+from funcops.memory.ledger import Ledger
 
 
 class InFlight:
@@ -220,7 +219,7 @@ def graphed_op(
             (y, residuals), (dx, pending), (_, whole_dx) = [slot.results[name] for name in ("fwd", "dgrad", "bwd")]
             for name, result in (("fwd", y), ("dgrad", dx), ("bwd", whole_dx)):
                 slot.give(name, result, outputs, debug)
-            in_flight = {"y": y, "residuals": residuals, "read again": read_again(residuals)}
+            in_flight = {"y": y, "residuals": residuals, "read again": _read_again(residuals)}
             slot.leases["fwd"].hold(reads.trees[0], "params").hold(in_flight, f"slot {i}", BorrowedError)
             slot.leases["dgrad"].hold({"pending": pending}, f"slot {i}", BorrowedError)
             made.append(slot)
@@ -268,3 +267,9 @@ def _kept_bytes(slot: Slot) -> int:
 def _sum(counts: Any) -> int | None:
     found = list(counts)
     return None if None in found else sum(found)
+
+
+def _read_again(residuals: Any) -> list[Any]:
+    """The tensors beside its arguments that the second run of a forward with these residuals will read."""
+    nodes = paths(residuals, is_leaf=lambda node: hasattr(node, "notes")).values()
+    return [one.content.tensors for node in nodes for one in getattr(node, "notes", None) or ()]

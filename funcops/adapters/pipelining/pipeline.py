@@ -14,8 +14,8 @@ from funcops.adapters.pipelining.messages import Messages, Values, from_all
 from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.errors import describe, fail, require, require_type
-from funcops.engine.residuals.ledger import Ledger
 from funcops.engine.trees import WithExtras, leaves, put, with_leaves
+from funcops.memory.ledger import Ledger
 from funcops.precision import nonfinite
 from funcops.schedule import Action, Schedule
 from funcops.schedule.exchange import Exchange, message_of, program, reader_of, taken_by

@@ -21,7 +21,7 @@ about every tensor again, and keeps the descriptors that it encoded. A launch wi
 own, and goes through Triton's check of it every time.
 
 `compiled_launches` collects the kernels compiled in its block: with a stubbed driver, it builds every kernel exactly as it is
-launched, for a device that this machine does not have (`engine.backend.aot`). `planned_launches` collects the same launches and
+launched, for a device that this machine does not have (`funcops.testing.aot`). `planned_launches` collects the same launches and
 compiles nothing.
 """
 
@@ -44,7 +44,7 @@ from funcops.engine.backend.shared import Need, shared_memory
 from funcops.engine.backend.source import compile_source
 from funcops.engine.errors import fail
 
-__all__ = ["MOST", "Launched", "compiled_launches", "launched_kernels", "launcher", "need_of", "planned_launches"]
+__all__ = ["MOST", "Launched", "compiled_launches", "launched_kernels", "launcher", "need_of", "planned_launches", "use_driver"]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Generated source: how it is compiled, and names and keys as they are written into it."""
+"""Generated source: how it is compiled, and names as they are written into it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 from types import FunctionType
 from typing import Any
 
-__all__ = ["compile_source", "exact", "literal"]
+__all__ = ["compile_source", "exact"]
 
 _numbers = itertools.count()
 
@@ -49,17 +49,3 @@ def exact(names: Any) -> Any:
     if kind is dict:
         return {exact(name): exact(value) for name, value in names.items()}
     return str.__str__(names) if isinstance(names, str) and kind is not str else names
-
-
-def literal(key: Any) -> str:
-    """A key of a dict, as source.
-
-    >>> from funcops.engine.backend.source import literal
-    >>> literal("up"), literal(3)
-    ("'up'", '3')
-    """
-    for kind in (str, int):
-        # `int.__repr__(True)` is '1'
-        if isinstance(key, kind) and type(key) is not bool:
-            return kind.__repr__(key)
-    return repr(key)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from funcops.engine.errors import fail
-from funcops.engine.trees import paths
 
-__all__ = ["first_run", "note", "read_again", "second_run"]
+__all__ = ["first_run", "note", "second_run"]
 
 N = TypeVar("N")
 
@@ -84,12 +83,6 @@ class second_run(_Run):
 
     def _set(self) -> None:
         _thread.made, _thread.given = None, self.given
-
-
-def read_again(residuals: Any) -> list[Any]:
-    """The tensors beside its arguments that the second run of a forward with these residuals will read."""
-    nodes = paths(residuals, is_leaf=lambda node: hasattr(node, "notes")).values()
-    return [one.content.tensors for node in nodes for one in getattr(node, "notes", None) or ()]
 
 
 def note(owner: Any, make: Callable[[], N]) -> N | None:

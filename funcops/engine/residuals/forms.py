@@ -23,7 +23,7 @@ from funcops.engine.residuals.codec import codec, smaller
 from funcops.engine.residuals.policy import Action, Compress, Drop, Offload, Placed
 from funcops.engine.trees import leaf, static, tree, tree_map
 
-__all__ = ["Layout", "Packed", "block_of", "from_form", "has_form", "in_blocks", "one_form_each", "to_form"]
+__all__ = ["Layout", "Packed", "block_of", "from_form", "has_form", "one_form_each", "to_form"]
 
 
 AT = {"here": "", "host": " on the host", "file": " in a file"}  # what a report says of a form in a place
@@ -156,13 +156,6 @@ def _packed(t: Tensor, action: Any) -> Packed:
         device=t.device,
         view=None,
     )
-
-
-def in_blocks(value: Any) -> bool:
-    """Whether `value` is a whole tensor as codes with one scale per block, which a kernel can read without `from_form`: see
-    `block_of`."""
-    whole = type(value) is Packed and isinstance(value.action, Compress) and value.view is None
-    return whole and isinstance(value.parts[0], Tensor) and block_of(value) > 0
 
 
 def block_of(value: Packed) -> int:

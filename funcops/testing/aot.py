@@ -28,9 +28,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from funcops.engine.backend.fingerprint import fingerprint
 from funcops.engine.backend.launch import Launched, use_driver
 from funcops.engine.errors import require, short
+from funcops.testing.fingerprint import fingerprint
 
 __all__ = ["COMPILER", "TARGETS", "TOOLS", "Build", "inspect", "name_of", "stubbed", "takes_descriptors"]
 
