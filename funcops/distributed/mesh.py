@@ -17,7 +17,7 @@ from typing import Any
 
 from funcops.engine.backend.select import launched
 from funcops.engine.contract.op import config
-from funcops.engine.errors import describe, fail, require, require_count, require_type
+from funcops.engine.errors import describe, fail, one_of, require, require_count, require_type
 
 
 @config
@@ -132,7 +132,7 @@ class Mesh:
         for axis in self.axes:
             if axis.name == name:
                 return axis
-        fail("Mesh", "axis", f"one of {', '.join(self.sizes) or '(none)'}", repr(name))
+        fail("Mesh", "axis", one_of(self.sizes or ("(none)",), name), repr(name))
 
     @property
     def sizes(self) -> dict[str, int]:

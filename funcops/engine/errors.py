@@ -333,6 +333,13 @@ def few(names: Iterable[str], most: int = 6, mark: str = ", ") -> str:
     return mark.join(shown) + (f" and {len(found) - len(shown)} more" if len(shown) < len(found) else "")
 
 
+def one_of(names: Iterable[str], got: object) -> str:
+    """What a choice must be: one of `names`, and the one that was probably meant."""
+    known = list(names)
+    near = difflib.get_close_matches(got, known, 1) if isinstance(got, str) and got not in known else []
+    return f"one of {', '.join(known)}" + "".join(f" (did you mean {name}?)" for name in near)
+
+
 def nearest(name: str, known: Iterable[str], most: int = 6) -> str:
     """`known`, or if there are many, the names most like `name`, and how many there are."""
     found = list(known)

@@ -21,7 +21,7 @@ from funcops.engine.contract.op import Op, wrap
 from funcops.engine.contract.schema import Saved
 from funcops.engine.contract.trace_safe_cache import reading, remember
 from funcops.engine.contract.walk import Inside, Part, rewrite
-from funcops.engine.errors import describe, fail, few, join_path, require, require_type, short
+from funcops.engine.errors import describe, fail, few, join_path, one_of, require, require_type, short
 from funcops.engine.program import compiled_programs
 from funcops.engine.program.lower import lower
 from funcops.engine.residuals.forms import Packed, has_form, one_form_each
@@ -66,7 +66,7 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
     """
     require_type("with_policy", "op", op, Op)
     if isinstance(policy, str):
-        require(policy in POLICIES, "with_policy", "policy", f"a Policy or one of {', '.join(POLICIES)}", repr(policy))
+        require(policy in POLICIES, "with_policy", "policy", f"a Policy or {one_of(POLICIES, policy)}", repr(policy))
         policy = POLICIES[policy]
     require_type("with_policy", "policy", policy, Policy)
 

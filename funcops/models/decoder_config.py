@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from funcops.engine.contract.configs import config
-from funcops.engine.errors import require, require_count, require_number, require_type
+from funcops.engine.errors import one_of, require, require_count, require_number, require_type
 from funcops.library.ops.activation import KINDS as ACTIVATIONS
 from funcops.library.ops.glu import KINDS as GATED
 from funcops.library.ops.rope import RopeConfig
@@ -164,7 +164,7 @@ class DecoderConfig:
         for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_size", "hidden", "context"):
             require(getattr(self, name) >= 1, where, name, "at least 1", getattr(self, name))
         require(self.heads % self.kv_heads == 0, where, "kv_heads", f"a number that divides heads, {self.heads}", self.kv_heads)
-        require(self.mlp in (*GATED, *ACTIVATIONS), where, "mlp", f"one of {', '.join((*GATED, *ACTIVATIONS))}", repr(self.mlp))
+        require(self.mlp in (*GATED, *ACTIVATIONS), where, "mlp", one_of((*GATED, *ACTIVATIONS), self.mlp), repr(self.mlp))
         require(self.norm in ("rms_norm", "layer_norm"), where, "norm", "'rms_norm' or 'layer_norm'", repr(self.norm))
         require(self.norm_before or self.norm_after, where, "norm_before", "True without norm_after", False)
         require(self.qk_norm in (None, "head", "all", "l2"), where, "qk_norm", "None, 'head', 'all' or 'l2'", repr(self.qk_norm))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from funcops.engine.errors import describe, fail, require, require_type
+from funcops.engine.errors import describe, fail, one_of, require, require_type
 from funcops.library.ops.experts import ExpertsConfig
 from funcops.library.ops.route import RouteConfig
 from funcops.models.config_json import NEVER, Fields, Found
@@ -66,7 +66,7 @@ class Section(NamedTuple):
 def _read_act(fields: Fields, found: Found) -> None:
     name, acts = _act(fields.take("model_type"))
     kind = fields.take(name, "", str)
-    require(kind in acts, fields.where, name, f"one of {', '.join(acts)}", repr(kind))
+    require(kind in acts, fields.where, name, one_of(acts, kind), repr(kind))
     found["mlp"] = acts[kind]
 
 
@@ -424,7 +424,7 @@ SECTIONS = {
 def family_of(where: str, name: Any) -> Family:
     require_type(where, "model_type", name, str, type(None))
     hint = f", a model with a vision tower: save its language model alone, a {VISION[name]!r}" if name in VISION else ""
-    require(name in FAMILIES, where, "model_type", f"one of {', '.join(FAMILIES)}", repr(name) + hint)
+    require(name in FAMILIES, where, "model_type", one_of(FAMILIES, name), repr(name) + hint)
     return FAMILIES[name]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.engine.errors import CheckpointError, fail, require, require_type
+from funcops.engine.errors import CheckpointError, fail, one_of, require, require_type
 from funcops.library.formats import Format, QTensor
 from funcops.library.kernels import nf4
 from funcops.models import compressed_tensors as compressed
@@ -72,7 +72,7 @@ def coding(where: str, given: Mapping[str, Any]) -> str:
     require_type(where, "quantization_config", said, dict)
     method = said.get("quant_method")
     require_type(where, "quantization_config.quant_method", method, str, type(None))
-    require(method in SERVED, where, "quantization_config.quant_method", f"one of {', '.join(SERVED)}", repr(method))
+    require(method in SERVED, where, "quantization_config.quant_method", one_of(SERVED, method), repr(method))
     served = {"quant_method": None, **SERVED[method]}
     unknown = sorted(set(said) - set(served))
     require(not unknown, where, "quantization_config", f"of known fields ({', '.join(served)})", ", ".join(map(repr, unknown)))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from funcops.engine.contract.needs import Needs
+from funcops.engine.errors import describe, differing
 from funcops.engine.trees import dense, leaves, paths, same_structure, tree_map
 from funcops.testing.case import Case
 
@@ -29,15 +30,30 @@ def float_like(tree: Any, seed: int) -> Any:
 
 
 def same_bits(a: Any, b: Any, what: str) -> None:
-    assert same_structure(a, b), f"{what}: structures differ: {paths(a).keys()} and {paths(b).keys()}"
+    """Raise `AssertionError` unless two trees are equal to the bit: with the path, and by how much they differ there."""
+    assert same_structure(a, b), f"{what}: structures differ: must be equal trees, got one with {differing(paths(a), paths(b))}"
     for (path, x), y in zip(paths(a).items(), leaves(b), strict=True):
         same = x is y is None or (isinstance(x, Tensor) and isinstance(y, Tensor) and equal_bits(x, y))
-        assert same, f"{what}: {path or 'value'} differs"
+        assert same, f"{what}: {path or 'value'} differs: {_unlike(x, y)}"
+
+
+def _unlike(x: Any, y: Any) -> str:
+    """How two leaves differ: which elements, and the first of them in each."""
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype)):
+        return f"must be tensors of one shape and dtype, got {describe(x)} and {describe(y)}"
+    odd = _odd(x, y).nonzero()
+    first = tuple(odd[0].tolist())
+    count = f"{len(odd)} of {x.numel()} elements that are not"
+    return f"must be equal to the bit, got {count}, as at {[*first]}: {x[first]} and {y[first]}"
 
 
 def equal_bits(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are equal; NaN equals NaN."""
-    return x.dtype == y.dtype and torch.equal(torch.nan_to_num(x, 12345.0), torch.nan_to_num(y, 12345.0))
+    return x.dtype == y.dtype and x.shape == y.shape and not _odd(x, y).any()
+
+
+def _odd(x: Tensor, y: Tensor) -> Tensor:
+    return (x != y) & ~(x.isnan() & y.isnan())
 
 
 def run(case: Case, dtype: torch.dtype, needs: Needs = Needs.ALL) -> tuple[Any, Any, Any, Any, Any, Any]:

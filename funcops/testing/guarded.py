@@ -21,6 +21,7 @@ from funcops.engine.residuals.pack_unpack import pack, unpack
 from funcops.engine.residuals.policy import Offload
 from funcops.engine.trees import at, dense, flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
 from funcops.testing.case import Case
+from funcops.testing.checks import same_bits
 
 
 def _replaced(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -130,7 +131,7 @@ def law_guarded(case: Case, dtype: torch.dtype) -> None:
     for one in _forward(case, params, x, dy):
         want = one.run(one.tree)
         for name, tree in _moved(one, MOVES | COPIES).items():
-            _same(one.run(tree), want, f"{one.kind} moved by {name}")
+            same_bits(one.run(tree), want, f"{one.kind} moved by {name}")
         _missing(one)
         _remade(one)
     shared = {id(t) for one in _forward(case, params, x, dy) for t in tensors(one.tree)}
@@ -159,7 +160,7 @@ def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
             if name in ("donate", "detach") or any([t is leaf for t in tensors(tree)]):
                 _stale(one.run, tree, f"{what}, moved by {name} before")
         for name, tree in copied.items():
-            _same(one.run(tree), want, f"{what}, copied by {name} before")
+            same_bits(one.run(tree), want, f"{what}, copied by {name} before")
             place = [t is leaf for t in tensors(one.tree)].index(True)
             tensors(tree)[place].add_(0)
             _stale(one.run, tree, f"{what}, and to its copy by {name}")
@@ -173,7 +174,7 @@ def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
             if a in _SHARE:
                 _stale(_then(move, one.run), tree, f"{what}, moved by {a} before and by {b} since")
             else:
-                _same(one.run(move(tree)), want, f"{what}, copied by {a} before and moved by {b} since")
+                same_bits(one.run(move(tree)), want, f"{what}, copied by {a} before and moved by {b} since")
             _stale(_then((MOVES | COPIES)[a], _then(move, one.run)), one.tree, f"{what}, moved by {a} and by {b} since")
 
 
@@ -248,10 +249,3 @@ def _stale(run: Callable[[Any], Any], tree: Any, what: str) -> None:
         )
     else:
         raise AssertionError(f"{what}: went through without an error")
-
-
-def _same(got: Any, want: Any, what: str) -> None:
-    for (path, a), b in zip(paths(want).items(), leaves(got), strict=True):
-        same = a is b is None or (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype)
-        same = same and (a is None or torch.equal(torch.nan_to_num(a, 12345.0), torch.nan_to_num(b, 12345.0)))
-        assert same, f"{what}: {path or 'value'} differs"

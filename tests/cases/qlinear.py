@@ -130,7 +130,7 @@ ERRORS = [
     Error(call=_call(weight=torch.ones(4, 3)), match="qlinear_fwd: params.weight must be [3, 4], got [4, 3]"),
     Error(call=lambda: QLinearConfig(33, 32, MXFP8()), match="QLinearConfig: in_features must be a multiple of 32 (MXFP8), got 33"),
     Error(call=lambda: QLinearConfig(4, 3, "fp8"), match="QLinearConfig: recipe must be a recipe, such as", error=TypeError),
-    Error(call=lambda: Fp8Block(fwd="e4m4"), match="Fp8Block: fwd must be one of e4m3, e5m2, got 'e4m4'"),
+    Error(call=lambda: Fp8Block(fwd="e4m4"), match="Fp8Block: fwd must be one of e4m3, e5m2 (did you mean e4m3?), got 'e4m4'"),
     Error(call=lambda: NVFP4(keep="row"), match="NVFP4: keep must be 'input' or 'col', as codes by rows would be rounded"),
     Error(call=lambda: Fp8Block(wgrad="high"), match="Fp8Block: keep must be 'input' where wgrad is 'high', got 'row'"),
     Error(
@@ -154,7 +154,7 @@ ERRORS = [
             (Fp8Block, {"scales": "e8m0"}, "Fp8Block: scales must be 'pow2' or 'float32', got 'e8m0'"),
             (Fp8Block, {"keep": "both"}, "Fp8Block: keep must be one of input, row, col, got 'both'"),
             (Fp8Block, {"wgrad": "mid"}, "Fp8Block: wgrad must be one of low, high, got 'mid'"),
-            (Fp8Current, {"fwd": "e4m4"}, "Fp8Current: fwd must be one of e4m3, e5m2, got 'e4m4'"),
+            (Fp8Current, {"fwd": "e4m4"}, "Fp8Current: fwd must be one of e4m3, e5m2 (did you mean e4m3?), got 'e4m4'"),
             (Fp8Delayed, {"bwd": "e2m1"}, "Fp8Delayed: bwd must be one of e4m3, e5m2, got 'e2m1'"),
             (Fp8Delayed, {"history": 0}, "Fp8Delayed: history must be at least 1, got 0"),
             (Fp8Delayed, {"keep": "input"}, "Fp8Delayed: keep must be 'row' or 'col' (an amax is measured once), got 'input'"),

@@ -512,7 +512,9 @@ def test_a_tensor_in_a_format_has_dense_zeros_and_a_shape_of_its_own():
 BLOCK, ONE = Format("e4m3", (1, 128), "pow2"), torch.ones(32, 128)
 WHOLE, NIBBLES = Format("e4m3", (0, 0), "float32"), Format("e2m1", (1, 16), "e4m3")
 REFUSED = {
-    "Format: scales must be one of pow2, float32, e8m0, e4m3, got 'pow3'": lambda: Format("e4m3", (1, 128), "pow3"),
+    "Format: scales must be one of pow2, float32, e8m0, e4m3 (did you mean pow2?), got 'pow3'": lambda: Format(
+        "e4m3", (1, 128), "pow3"
+    ),
     "Format: amax_epsilon must be 0, or a normal float32 (2^-126 at least), got -1.0": lambda: Format("e4m3", amax_epsilon=-1.0),
     "quantize_tensor: format must be Format, got 'e4m3'": lambda: quantize_tensor(ONE, "e4m3"),
     "quantize_tensor: side must be 'row' or 'col', got 'both'": lambda: quantize_tensor(ONE, BLOCK, side="both"),

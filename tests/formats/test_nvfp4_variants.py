@@ -234,7 +234,7 @@ def test_refusals_of_variants():
         (lambda: MXFP8(w_tile=(16, 16)), r"MXFP8: w_tile must be \(1, 32\) or \(32, 32\), got \(16, 16\)"),
         (lambda: NVFP4(w_tile=(32, 32)), r"NVFP4: w_tile must be \(1, 16\) or \(16, 16\), got \(32, 32\)"),
         (lambda: NVFP4(four_over_six="dy"), "NVFP4: four_over_six must be one of none, weights, activations, all, got 'dy'"),
-        (lambda: NVFP4(error="max"), "NVFP4: error must be one of mse, mae, got 'max'"),
+        (lambda: NVFP4(error="max"), "NVFP4: error must be one of mse, mae .did you mean mae.., got 'max'"),
         (
             lambda: Format("e4m3", (1, 32), "e8m0", four_over_six="mse"),
             "Format: four_over_six must be one of off with e8m0 scales, got 'mse'",

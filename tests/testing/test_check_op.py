@@ -15,6 +15,7 @@ from funcops.engine.errors import FLOATS, check
 from funcops.engine.residuals.forms import Packed
 from funcops.engine.trees import leaf, tree
 from funcops.testing import Error, check_op
+from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
 
 # y = x exp(a): both halves and y once more read both fields
@@ -186,3 +187,29 @@ def test_a_compressed_tensor_is_decoded_for_an_op_that_does_not_say_it_reads_cod
     y, kept = packed.fwd(params, x, cfg)
     assert type(kept.x) is Packed
     assert_close(packed.bwd(kept, torch.ones_like(y), cfg), op.bwd(op.fwd(params, x, cfg)[1], y, cfg), dtype=torch.bfloat16)
+
+
+UNLIKE = {  # what two trees must have alike, and got: the message of a law that compares bits
+    "dx: a differs: must be equal to the bit, got 2 of 6 elements that are not, as at [0, 1]: 1.0 and 2.0": (
+        {"a": torch.ones(2, 3)},
+        {"a": torch.tensor([[1.0, 2, 1]] * 2)},
+    ),
+    "dx: value differs: must be equal to the bit, got 1 of 2 elements that are not, as at [1]: inf and 3.4028234663852886e+38": (
+        torch.tensor([float("nan"), float("inf")]),
+        torch.tensor([float("nan"), torch.finfo(torch.float32).max]),
+    ),
+    "dx: value differs: must be tensors of one shape and dtype, got float32[2] and float64[2]": (
+        torch.ones(2),
+        torch.ones(2, dtype=torch.float64),
+    ),
+    "dx: 0 differs: must be tensors of one shape and dtype, got float32[1] and None": ((torch.ones(1),), (None,)),
+    "dx: structures differ: must be equal trees, got one with missing ['b'], extra ['a']": ({"a": None}, {"b": None}),
+}
+
+
+@pytest.mark.parametrize("said", UNLIKE)
+def test_trees_that_differ_are_told_apart_by_path_and_by_how_much(said):
+    with pytest.raises(AssertionError, match=f"^{re.escape(said)}$"):
+        same_bits(*UNLIKE[said], "dx")
+    for tree_ in UNLIKE[said]:
+        same_bits(tree_, tree_, "dx")

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from funcops.engine.backend import notes, scopes, wide
 from funcops.engine.contract.op import Op
 from funcops.engine.contract.schema import Donated
-from funcops.engine.errors import FLOATS, DonatedError, describe, fail, in_step, require, require_type
+from funcops.engine.errors import FLOATS, DonatedError, describe, fail, in_step, one_of, require, require_type
 from funcops.engine.program.accumulator_checks import check_into_tree
 from funcops.engine.trees import fake, structure, tensors, tree_map, tree_map_tensors
 
@@ -53,7 +53,7 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
     require_type("batch_wgrads", "op", op, Op)
     require_type("batch_wgrads", "pendings", pendings, list, tuple)
     require(len(pendings) > 0, "batch_wgrads", "pendings", "at least one", "none")
-    require(how is None or how in HOW, "batch_wgrads", "how", f"None or one of {', '.join(HOW)}", repr(how))
+    require(how is None or how in HOW, "batch_wgrads", "how", f"None or {one_of(HOW, how)}", repr(how))
     like, sums = (None, into) if into is not None else _zeros(op, pendings, cfg)
     if into is not None:
         _check_all(op, pendings, cfg, into)

@@ -15,7 +15,7 @@ import torch
 
 from funcops.engine.contract.checking import when_switched
 from funcops.engine.contract.needs import Needs
-from funcops.engine.errors import describe, fail, require_callable, require_flag, require_type
+from funcops.engine.errors import describe, fail, one_of, require_callable, require_flag, require_type
 from funcops.engine.program.lower import Call, Lowered
 
 __all__ = ["BACKWARD", "FEW", "FORWARD", "SIBLINGS_BACKWARD", "SIBLINGS_FORWARD", "Rule", "Saving", "Window"]
@@ -101,7 +101,7 @@ class Rule:
         if self.settle is not None and not self.whole:
             fail("Rule", "whole", "True with settle, as only a full backward waits after the weight gradients", self.whole)
         if self.phase not in PHASES:
-            fail("Rule", "phase", f"one of {', '.join(PHASES)}", repr(self.phase))
+            fail("Rule", "phase", one_of(PHASES, self.phase), repr(self.phase))
 
     @property
     def joint(self) -> bool:

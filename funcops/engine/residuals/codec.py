@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.engine.errors import require
+from funcops.engine.errors import one_of, require
 
 __all__ = ["CODECS", "Codec", "Parts"]
 
@@ -44,7 +44,7 @@ CODECS = {"bf16": Codec("bf16", lambda t: (t.to(torch.bfloat16),), lambda parts,
 
 
 def codec(where: str, name: str) -> Codec:
-    require(name in CODECS, where, "codec", f"one of {', '.join(CODECS)}", repr(name))
+    require(name in CODECS, where, "codec", one_of(CODECS, name), repr(name))
     return CODECS[name]
 
 

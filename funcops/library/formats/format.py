@@ -7,7 +7,7 @@ import math
 from typing import ClassVar
 
 from funcops.engine.contract.op import config
-from funcops.engine.errors import require
+from funcops.engine.errors import one_of, require
 from funcops.library.kernels import quantize as kernels
 
 _TILES = {
@@ -18,10 +18,6 @@ _TILES = {
 }
 SCALING_MODES = ("rceil", "floor", "even", "ceil")
 FOUR_OVER_SIX = ("off", "mse", "mae")
-
-
-def one_of(names: tuple[str, ...]) -> str:
-    return f"one of {', '.join(names)}"
 
 
 def check_epsilon(where: str, epsilon: float) -> None:
@@ -65,8 +61,8 @@ class Format:
 
     def __post_init__(self) -> None:
         elements = kernels.ELEMENTS
-        require(self.element in elements, "Format", "element", one_of(tuple(elements)), repr(self.element))
-        require(self.scales in _TILES, "Format", "scales", one_of(tuple(_TILES)), repr(self.scales))
+        require(self.element in elements, "Format", "element", one_of(elements, self.element), repr(self.element))
+        require(self.scales in _TILES, "Format", "scales", one_of(_TILES, self.scales), repr(self.scales))
         tiles = _TILES[self.scales]
         require(self.tile in tiles, "Format", "tile", f"one of {', '.join(map(str, tiles))} with {self.scales} scales", self.tile)
         if self.scales == "e4m3" or (self.element == "e2m1" and self.scales != "e8m0"):
@@ -80,14 +76,14 @@ class Format:
 
     def _check_rules(self) -> None:
         modes, epsilon = SCALING_MODES if self.scales == "e8m0" else SCALING_MODES[:1], self.amax_epsilon
-        wanted = f"{one_of(modes)} with {self.scales} scales"
+        wanted = f"{one_of(modes, self.scaling_mode)} with {self.scales} scales"
         require(self.scaling_mode in modes, "Format", "scaling_mode", wanted, repr(self.scaling_mode))
         check_epsilon("Format", epsilon)
         by_rows = not self.row_scaled or (self.scales == "e4m3" and self.tile[0] == 1)
         require(by_rows, "Format", "row_scaled", f"False with tiles of {self.tile} and {self.scales} scales", True)
         choices = FOUR_OVER_SIX if self.scales == "e4m3" else FOUR_OVER_SIX[:1]
-        right = self.four_over_six in choices
-        require(right, "Format", "four_over_six", f"{one_of(choices)} with {self.scales} scales", repr(self.four_over_six))
+        wanted = f"{one_of(choices, self.four_over_six)} with {self.scales} scales"
+        require(self.four_over_six in choices, "Format", "four_over_six", wanted, repr(self.four_over_six))
         takes = epsilon == 0 or self.scales in ("pow2", "float32")
         require(takes, "Format", "amax_epsilon", f"0 with {self.scales} scales (it is for pow2 and float32)", epsilon)
 

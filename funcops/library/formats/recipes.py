@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from funcops.engine.contract.op import config
-from funcops.engine.errors import describe, fail, require, require_type
-from funcops.library.formats.format import FOUR_OVER_SIX, SCALING_MODES, Format, check_epsilon, one_of
+from funcops.engine.errors import describe, fail, one_of, require, require_type
+from funcops.library.formats.format import FOUR_OVER_SIX, SCALING_MODES, Format, check_epsilon
 from funcops.library.kernels.quantize import ELEMENTS
 
 LowForm = Callable[[Any, Any], tuple[Any, Any, Any]]
@@ -118,8 +118,8 @@ class Recipe:
             same = formats[left].kind == formats[right].kind or self.emulate
             wanted = f"of the kind of {other}'s, {formats[right].scales!r} (or emulate=True, which multiplies decoded operands)"
             require(same, where, f"{one}.scales", wanted, repr(formats[left].scales))
-        require(self.keep in KEEP, where, "keep", f"one of {', '.join(KEEP)}", repr(self.keep))
-        require(self.wgrad in WGRAD, where, "wgrad", f"one of {', '.join(WGRAD)}", repr(self.wgrad))
+        require(self.keep in KEEP, where, "keep", one_of(KEEP, self.keep), repr(self.keep))
+        require(self.wgrad in WGRAD, where, "wgrad", one_of(WGRAD, self.wgrad), repr(self.wgrad))
         if self.wgrad == "high":
             require(self.keep == "input", where, "keep", "'input' where wgrad is 'high'", repr(self.keep))
         for name in ("dy", "dy_col") if self.stochastic else ():
@@ -154,7 +154,7 @@ def _check_tiles(recipe: Any, size: int, *names: str) -> None:
 
 def _check_elements(where: str, fwd: str, bwd: str) -> None:
     for name, element in (("fwd", fwd), ("bwd", bwd)):
-        require(element in FP8, where, name, f"one of {', '.join(FP8)}", repr(element))
+        require(element in FP8, where, name, one_of(FP8, element), repr(element))
 
 
 @config
@@ -276,7 +276,8 @@ class MXFP8(Recipe):
 
     def __post_init__(self) -> None:
         _check_elements("MXFP8", self.fwd, self.bwd)
-        require(self.scaling_mode in SCALING_MODES, "MXFP8", "scaling_mode", one_of(SCALING_MODES), repr(self.scaling_mode))
+        mode = self.scaling_mode
+        require(mode in SCALING_MODES, "MXFP8", "scaling_mode", one_of(SCALING_MODES, mode), repr(mode))
         _check_tiles(self, 32, "w_tile")
         block = Format(self.fwd, (1, 32), "e8m0", scaling_mode=self.scaling_mode)
         self.settle(block, replace(block, tile=self.w_tile), replace(block, element=self.bwd))
@@ -311,8 +312,8 @@ class NVFP4(Recipe):
     def __post_init__(self) -> None:
         _check_tiles(self, 16, "w_tile")
         scope, errors = self.four_over_six, FOUR_OVER_SIX[1:]
-        require(scope in SCOPES, "NVFP4", "four_over_six", one_of(SCOPES), repr(scope))
-        require(self.error in errors, "NVFP4", "error", one_of(errors), repr(self.error))
+        require(scope in SCOPES, "NVFP4", "four_over_six", one_of(SCOPES, scope), repr(scope))
+        require(self.error in errors, "NVFP4", "error", one_of(errors, self.error), repr(self.error))
         block = Format("e2m1", (1, 16), "e4m3")
         x, w = (replace(block, four_over_six=self.error if scope in (name, "all") else "off") for name in SCOPES[2:0:-1])
         self.settle(replace(x, row_scaled=self.row_scaled), replace(w, tile=self.w_tile), block)

@@ -24,7 +24,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params, recompute_of, same_width
 from funcops.engine.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, Residuals, saved
-from funcops.engine.errors import FLOATS, check, require
+from funcops.engine.errors import FLOATS, check, one_of, require
 from funcops.library.kernels import activation as kernels
 
 __all__ = ["ActivationConfig", "ActivationResiduals"]
@@ -43,7 +43,7 @@ class ActivationConfig(OpConfig):
     kind: str = field(kw_only=False)
 
     def __post_init__(self) -> None:
-        require(self.kind in KINDS, "ActivationConfig", "kind", f"one of {', '.join(KINDS)}", repr(self.kind))
+        require(self.kind in KINDS, "ActivationConfig", "kind", one_of(KINDS, self.kind), repr(self.kind))
 
 
 class ActivationResiduals(Residuals):

@@ -35,7 +35,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params, recompute_of
 from funcops.engine.contract.schema import DGRAD, RECOMPUTE, Inputs, Residuals, saved, static
-from funcops.engine.errors import FLOATS, check, describe, fail, require
+from funcops.engine.errors import FLOATS, check, describe, fail, one_of, require
 from funcops.engine.residuals.forms import Packed, block_of, from_form
 from funcops.library.kernels import coded_glu
 from funcops.library.kernels import glu as kernels
@@ -62,7 +62,7 @@ class GLUConfig(OpConfig):
     offset: float = 1.0
 
     def __post_init__(self) -> None:
-        require(self.kind in KINDS, "GLUConfig", "kind", f"one of {', '.join(KINDS)}", repr(self.kind))
+        require(self.kind in KINDS, "GLUConfig", "kind", one_of(KINDS, self.kind), repr(self.kind))
         if self.paired:
             require(self.gate == "", "GLUConfig", "gate", "'' (x is paired: the gate comes first)", repr(self.gate))
             plain = not self.scaled and self.kind in kernels.GATES

@@ -48,7 +48,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
-from funcops.engine.errors import FLOATS, check, check_rows, describe, fail, require, require_type
+from funcops.engine.errors import FLOATS, check, check_rows, describe, fail, one_of, require, require_type
 from funcops.library.kernels import rope as kernels
 from funcops.library.ops.rope_scaling import SCALINGS, DynamicScaling, LongRopeScaling, Scaling, YarnScaling
 
@@ -85,7 +85,7 @@ class RopeConfig(OpConfig):
         object.__setattr__(self, "rotating", r)
         object.__setattr__(self, "table_size", 3 * r)
         require(r % 2 == 0 and 0 < r <= self.dim, "RopeConfig", "rotary_dim", f"even, in 2..{self.dim}", r)
-        require(self.layout in LAYOUTS, "RopeConfig", "layout", f"one of {', '.join(LAYOUTS)}", repr(self.layout))
+        require(self.layout in LAYOUTS, "RopeConfig", "layout", one_of(LAYOUTS, self.layout), repr(self.layout))
         self._check_sections(r // 2)
         self._check_scaling(r)
 
