@@ -120,9 +120,9 @@ class Block(nn.Module):
 class PlainBlock(nn.Module):
     """One block with its own rotation tables, made once."""
 
-    def __init__(self, dim: int, heads: int, hidden: int, length: int):
+    def __init__(self, dim: int, heads: int, hidden: int, length: int, kv_heads: int | None = None):
         super().__init__()
-        self.block = Block(dim, heads, heads, hidden)
+        self.block = Block(dim, heads, kv_heads or heads, hidden)
         cos, sin = rope_tables(length, dim // heads, 10000.0)
         self.cos, self.sin = cos.float()[:, None], sin.float()[:, None]
 

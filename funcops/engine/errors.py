@@ -334,7 +334,7 @@ def few(names: Iterable[str], most: int = 6, mark: str = ", ") -> str:
 
 
 def one_of(names: Iterable[str], got: object) -> str:
-    """What a choice must be: one of `names`, and the one that was probably meant."""
+    """The choices as an error gives them: one of `names`, and the one that was probably meant."""
     known = list(names)
     near = difflib.get_close_matches(got, known, 1) if isinstance(got, str) and got not in known else []
     return f"one of {', '.join(known)}" + "".join(f" (did you mean {name}?)" for name in near)

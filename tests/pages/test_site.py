@@ -67,12 +67,23 @@ MOST_WORDS = 1550  # ten minutes, code included
 def test_the_path_of_learning_leads_from_page_to_page():
     texts = {page: (ROOT / "docs" / page).read_text() for page in LEARN}
     assert len(LEARN) == 15 and not astray(LEARN, texts)
-    assert re.findall(r"^\d+\. .*?\]\(docs/(\S+?\.md)\)", (ROOT / "README.md").read_text(), re.M) == LEARN
+    assert re.findall(r"^\d+\. .*?\]\((\S+?\.md)\)", (ROOT / "docs" / "contents.md").read_text(), re.M) == LEARN
     turned = LEARN[:3] + LEARN[4:] + LEARN[3:4]
     assert set(astray(turned, texts)) >= {LEARN[2], LEARN[3], LEARN[4]}
     page = LEARN[5]
     assert set(astray(LEARN, texts | {page: texts[page].replace("**At its end**", "")})) == {page}
     assert set(astray(LEARN, texts | {page: texts[page].replace("\n## ", "\n" + "word " * MOST_WORDS + "\n## ", 1)})) == {page}
+
+
+def test_the_contents_list_every_page():
+    named = re.findall(r"\]\((\S+?\.md)\)", (ROOT / "docs" / "contents.md").read_text())
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"contents.md"} - set(named) == set()
+
+
+def test_the_first_page_has_few_links():
+    """A reader of it has not chosen a page yet."""
+    links = re.findall(r"\]\(([^)\s]+\.md)[^)\s]*\)", (ROOT / "README.md").read_text())
+    assert 5 < len(links) <= 16, links
 
 
 def test_the_reference_has_every_public_name():
