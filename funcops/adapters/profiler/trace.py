@@ -11,7 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from funcops.engine.backend.scopes import BEGIN, END, Label
+from funcops.engine.backend import scopes
+from funcops.engine.backend.scopes import Label
 
 NONE = Label()
 MARKS = ("funcops::scope_begin", "funcops::scope_end")
@@ -98,9 +99,9 @@ def _swept(
             calls[open_[-1]] += begins
         elif name in MARKS:
             marks += step
-        elif begins and name.startswith(BEGIN):
-            open_.append(labels[name.removeprefix(BEGIN)])
-        elif (begins and name == END) or (not begins and name in labels and event["cat"] == "user_annotation"):
+        elif begins and name.startswith(scopes.BEGIN):
+            open_.append(labels[name.removeprefix(scopes.BEGIN)])
+        elif (begins and name == scopes.END) or (not begins and name in labels and event["cat"] == "user_annotation"):
             open_[1:] = open_[1:-1]
         elif begins and name in labels and event["cat"] == "user_annotation":
             open_.append(labels[name])
@@ -117,10 +118,10 @@ def ranges(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     open_: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for event in sorted([e for e in events if e.get("ph") == "X"], key=lambda e: e["ts"]):
         stack = open_[event.get("tid")]
-        if event["name"].startswith(BEGIN):
+        if event["name"].startswith(scopes.BEGIN):
             stack.append(event)
-        elif event["name"] == END and stack:
+        elif event["name"] == scopes.END and stack:
             begun = stack.pop()
             end = event["ts"] + event["dur"]
-            found.append({**begun, "name": begun["name"].removeprefix(BEGIN), "dur": end - begun["ts"]})
+            found.append({**begun, "name": begun["name"].removeprefix(scopes.BEGIN), "dur": end - begun["ts"]})
     return found
