@@ -205,12 +205,17 @@ class QuantizationReport:
             ]
             errors = [f"{error:.2%}" for error in (row.y, row.dx, row.dw, *(row.adds or ()))]
             table.append([row.path, str(list(row.shape)), *cells, *errors, *[""] * (len(table[0]) - 2 - len(cells) - len(errors))])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        columns = list(zip(*table, strict=True))
+        # most recipes leave most of these at 0, and the table would be too wide for a screen
+        none = [column[0] for column in columns if set(column[1:]) == {"0.00%"} and column[0] in head]
+        shown = [column for column in columns if column[0] not in none]
+        widths = [max(map(len, column)) for column in shown]
         lines = [
             "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-            for line in table
+            for line in zip(*shown, strict=True)
         ]
-        left = [f"not measured: {', '.join(self.not_measured)}"] if self.not_measured else []
+        left = [f"0.00% in every layer: {', '.join(none)}"] if none else []
+        left += [f"not measured: {', '.join(self.not_measured)}"] if self.not_measured else []
         if self._total is not None and self.total.unfit:
             left.append(f"wide, as {_name(self.recipe)} does not take their sizes: {', '.join(self.total.unfit)}")
         return "\n".join([*[line.rstrip() for line in lines], self.title(), *left])

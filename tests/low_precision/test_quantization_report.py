@@ -243,8 +243,18 @@ def test_the_table_the_picture_and_layers_to_skip(tmp_path):
     found = quantization_report(params, x, cfg, E4M3_TENSOR)
     assert torch.equal(x, before) and [row["path"] for row in found.dicts()] == ["up", "down"]
     lines = str(found).splitlines()
-    assert len(lines) == 4 and lines[0].split()[0] == "path" and lines[1].startswith("up") and f"{found.rows[0].y:.2%}" in lines[1]
-    assert lines[-1].startswith("2 linear layers in e4m3 allxall float32: the worst error is ") and "<pre>" in found._repr_html_()
+    assert len(lines) == 5 and lines[0].split()[0] == "path" and lines[1].startswith("up") and f"{found.rows[0].y:.2%}" in lines[1]
+    assert lines[-2].startswith("2 linear layers in e4m3 allxall float32: the worst error is ") and "<pre>" in found._repr_html_()
+    columns = [f"{name} {what}" for name in ("x", "w", "dy") for what in ("to 0", "clipped")]
+    some = {
+        f"{one} {what}"
+        for row in found.rows
+        for one, seen in row.operands.items()
+        for what, share in zip(("to 0", "clipped"), seen[1:], strict=True)
+        if f"{share:.2%}" != "0.00%"
+    }
+    assert lines[-1] == f"0.00% in every layer: {', '.join(one for one in columns if one not in some)}" and "x to 0" in some
+    assert all((one in lines[0]) == (one in some) for one in columns)
     errors = sorted(row.worst for row in found.rows)
     assert [len(found.over(error)) for error in (0.0, errors[0], errors[1])] == [2, 1, 0]
     assert [row.worst for row in found.worst()] == errors[::-1] and found.worst(1) == found.worst()[:1]
