@@ -166,9 +166,21 @@ JAX = {  # jax.checkpoint_policies, of its documentation
     "Gradients": "jax.vjp jax.custom_vjp jax.checkpoint",
     "Many devices": "jax.shard_map",
 }
+TORCH_REMAT = {  # torch_remat 0.2.2, and torch.utils.checkpoint's __all__ without what it deprecates
+    "Names of torch_remat": """checkpoint recompute_needs_tensor save_for_backward RecomputeStateHook saved_tensors_hooks
+        SavedTensorInfo SavedTensorKind current_saved_tensor_info is_placeholder is_recomputing name_scope collect_trace
+        trace_scope format_current_memory_report print_current_memory_report format_saved_tensors_report
+        print_saved_tensors_report discover_autograd_roots memory_snapshot_annotate clear_memory_snapshot_cache
+        format_oom_saved_tensors_report oom_observer""",
+    "Names of torch.utils.checkpoint": """checkpoint checkpoint_sequential create_selective_checkpoint_contexts CheckpointPolicy
+        SelectiveCheckpointContext SAC_IGNORED_OPS noop_context_fn CheckpointError set_checkpoint_early_stop
+        set_checkpoint_debug_enabled check_backward_validity detach_variable get_device_states set_device_states
+        DefaultDeviceType GraphExecGroup""",
+}
 NAMES = {
     "coming-from-transformer-engine.md": TRANSFORMER_ENGINE,
     "coming-from-megatron.md": MEGATRON,
     "coming-from-liger.md": LIGER,
     "coming-from-jax.md": JAX,
+    "coming-from-torch-remat.md": TORCH_REMAT,
 }
