@@ -78,6 +78,7 @@ def test_the_path_of_learning_leads_from_page_to_page():
 def test_the_contents_list_every_page():
     named = re.findall(r"\]\((\S+?\.md)\)", (ROOT / "docs" / "contents.md").read_text())
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"contents.md"} - set(named) == set()
+    assert all((ROOT / "docs" / name).exists() for name in named)
 
 
 def test_the_first_page_has_few_links():
