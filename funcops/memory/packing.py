@@ -76,6 +76,7 @@ def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
 
     changes = {
         "named": op.named,
+        "again": op.again,
         "recompute": recompute,
         "fwd": fwd,
         "dgrad": dgrad,

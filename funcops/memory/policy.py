@@ -42,6 +42,7 @@ from funcops.memory.parts import (
     within,
 )
 from funcops.memory.remat import remat
+from funcops.memory.rerun import Ways, rerun, ways_of
 
 
 def with_policy(op: Op, policy: Policy | str) -> Op:
@@ -219,7 +220,7 @@ def _applied(op: Op, cfg: Any, policy: Policy, left: frozenset[str] = frozenset(
     offload = None if policy.blocks == "residuals" else policy.blocks == "offloaded"
     if offload is not None and not any(part.cfg.times for part in within(op, cfg) if has_parts(part.op, part.cfg)):
         return remat(op, offload), cfg
-    return rewrite(cfg, _Rules(policy, offload, left), op=op)
+    return rewrite(cfg, _Rules(policy, offload, left, ways=ways_of(op, cfg, policy)), op=op)
 
 
 def _same_without(op: Op, cfg: Any, policy: Policy, rule: int, found: tuple[Op, Any]) -> bool:
@@ -257,34 +258,38 @@ def _layer_around(path: str) -> str:
 class _Rules:
     """The function that `rewrite` calls for every part; it returns the part's op and config under the policy. If `offload` is not
     None, a repeat's body keeps only its inputs. `left_out`: the fields that an enclosing chain recomputes; `joined`: the paths of
-    two steps that run as one; `around`: the path of the enclosing combinator, which is also the path of a part without a name."""
+    two steps that run as one; `around`: the path of the enclosing combinator, which is also the path of a part without a name.
+    `ways`: the steps that run again for others, and those others."""
 
     policy: Policy
     offload: bool | None = None
     left_out: frozenset[str] = frozenset()
     joined: tuple[str, ...] = ()
     around: str = ""
+    ways: Ways = dataclasses.field(default_factory=dict)
 
     def __call__(self, part: Part) -> tuple[Op, Any] | Inside:
         path, op, cfg, _ = part
         if path in self.joined:  # they have no residuals of their own
             return op, cfg
         action = self.policy.action(path) if path != self.around else None
-        rerun = isinstance(action, Recompute) and keeps_inside(op, cfg)
-        policy = Policy(outputs=self.policy.outputs) if rerun else self.policy  # no rule reaches inside
+        whole = isinstance(action, Recompute) and keeps_inside(op, cfg)
+        policy = Policy(outputs=self.policy.outputs) if whole else self.policy  # no rule reaches inside
         if not has_parts(op, cfg):
-            return _leaf(op, cfg, path, policy, rerun, self.left_out), cfg
+            op = rerun(op, self.ways[path]) if path in self.ways else op
+            return _leaf(op, cfg, path, policy, whole, self.left_out), cfg
         if cfg.times is not None and self.offload is not None:
             return Inside(dataclasses.replace(self, around=path)._layer)
         inside, changes, joints = dataclasses.replace(self, policy=policy, around=path, joined=()), dict[str, Any](), list[str]()
+        inside = dataclasses.replace(inside, ways={}) if whole else inside
         if (own := cfg.as_chain) is not None:
-            changes["recompute"], absent, joints = _outputs(own, path, policy)
+            changes["recompute"], absent, joints = _outputs(own, path, policy, inside.ways)
             changes["joined"] = joined = (*own.joined, *(name for name in joints if name not in own.joined))
             pair = tuple(join_path(path, name) for name in _joined(own, joined))
             inside = dataclasses.replace(inside, left_out=self.left_out | absent, joined=pair)
 
         def finish(op: Op, cfg: Any) -> tuple[Op, Any]:
-            return (remat(op) if rerun else op), cfg.as_run()
+            return (remat(op) if whole else op), cfg.as_run()
 
         return Inside(inside, lambda _: changes, finish)
 
@@ -319,15 +324,16 @@ def _leaf(op: Op, cfg: Any, path: str, policy: Policy, rerun: bool, left_out: fr
     return packed(op, actions, late) if actions or late else op
 
 
-def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ...], frozenset[str], list[str]]:
+def _outputs(cfg: ChainConfig, path: str, policy: Policy, ways: Ways) -> tuple[tuple[str, ...], frozenset[str], list[str]]:
     """The steps of a chain whose outputs it recomputes (all steps of the policy's kind, unless a rule keeps the fields that hold
-    the output, and steps for which a rule says Recompute); the fields that are therefore not kept; and the steps that must be
-    joined to the previous step for it."""
+    the output, and steps for which a rule says Recompute, but for the fields that steps run again for by `ways`); the fields that
+    are therefore not kept; and the steps that must be joined to the previous step for it."""
     found, absent, joints = [], [], []
     for before, step in zip(cfg.steps, cfg.steps[1:], strict=False):
         kind = policy.outputs == "recomputable" or (policy.outputs == "norms" and before.op.recomputable == "norm")
         recomputed = _recomputed_fields(cfg, before.name)
-        fields = [join_path(path, p) for p in recomputed or _inputs(step)]
+        again = ways[at].fields if (at := join_path(path, step.name)) in ways else ()
+        fields = [join_path(path, p) for p in recomputed or _inputs(step) if p not in [f"{step.name}.{name}" for name in again]]
         actions = [policy.action(field) for field in fields]
         asked = any(isinstance(action, Recompute) for action in actions)
         if asked and not recomputed:

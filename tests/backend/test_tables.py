@@ -6,8 +6,10 @@ import weakref
 import pytest
 import torch
 
-from funcops.engine.backend import tables
-from funcops.engine.backend.tables import Tables, holding
+from funcops.engine.backend import held
+from funcops.engine.backend.held import holding
+from funcops.library.kernels import tables
+from funcops.library.kernels.tables import Tables
 
 CUDA = torch.device("cuda", 0)
 
@@ -84,11 +86,11 @@ def test_a_capture_that_is_not_ours_keeps_it_as_long_as_its_graph(device):
     class Graph:
         pass
 
-    shared, before = Tables(1), len(tables._for_good)
+    shared, before = Tables(1), len(held._for_good)
     device.capturing, device.graph = True, Graph()
     alive = weakref.ref(got(shared))
     gc.collect()
-    assert alive() is not None and len(tables._for_good) == before
+    assert alive() is not None and len(held._for_good) == before
     device.graph = None
     gc.collect()
     assert alive() is None

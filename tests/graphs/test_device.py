@@ -17,7 +17,7 @@ from funcops import named_scope, named_steps
 from funcops.adapters.graphs import backend as graphs
 from funcops.adapters.graphs import branch, branches, graphed
 from funcops.adapters.graphs.backend import DeviceBackend, Options
-from funcops.engine.backend.tables import hold
+from funcops.engine.backend.held import hold
 from funcops.engine.errors import CaptureError
 
 

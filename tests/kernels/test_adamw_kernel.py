@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from funcops.engine.backend import backend
-from funcops.engine.backend.tables import Tables
 from funcops.library.kernels import adamw as kernels
+from funcops.library.kernels.tables import Tables
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.testing.tolerances import assert_close
 

@@ -132,6 +132,9 @@ def drawn_policy(rng, known, actions):
         path = rng.choice([path, path, path, f"*.{last}" if "." in path else path, path.replace(last, f"{last[0]}*")])
         # layers by number, as each of the models has at least two
         rules.append((path.replace("*", rng.choice(["*", "0", "0-1", "1"]), 1) if re.search(r"(^|\.)\*\.", path) else path, action))
+    kept = [path for path in known if path.endswith("mix.q")]
+    if kept and rng.random() < 0.4:  # what attention keeps: products on the way to it run again
+        rules.append((f"{rng.choice(kept)[:-1]}{rng.choice(['[qkv]', '[qkv]', '[kv]', 'q'])}", Recompute()))
     outputs = rng.choice(["recomputable", "recomputable", "norms", "none"])
     return Policy(rules, outputs=outputs, optional=rng.random() < 0.4)
 

@@ -18,7 +18,7 @@ from funcops.adapters.graphs.timeline import TimelineEntry
 from funcops.adapters.graphs.topology import GraphData, from_recording, from_torch_data
 from funcops.adapters.graphs.without_gpu import recorder
 from funcops.engine.backend import scopes
-from funcops.engine.backend.tables import holding
+from funcops.engine.backend.held import holding
 from funcops.engine.errors import CaptureError, fail, require_count, require_type
 from funcops.engine.trees import nbytes, tensors
 

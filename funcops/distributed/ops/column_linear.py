@@ -68,6 +68,10 @@ class ColumnLinearConfig(OverAxisConfig):
         check_parts(self)
 
     @property
+    def reruns(self) -> bool:  # type: ignore[override]
+        return not self.sequence_parallel and self.low_recipe is None  # else the forward sends x, or an amax
+
+    @property
     def specs(self) -> dict[str, Spec]:
         """The specs of the sharded params, by path."""
         spec = Spec(self.axis.name, 0, parts=self.parts)

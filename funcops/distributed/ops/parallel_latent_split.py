@@ -58,6 +58,10 @@ class ParallelLatentSplitConfig(LatentSplitConfig):
 
     local: ClassVar[LatentSplitConfig]  # a rank's
 
+    @property
+    def reruns(self) -> bool:  # type: ignore[override]
+        return not self.sequence_parallel  # else the forward gathers shared
+
 
 class ParallelLatentSplitResiduals(Residuals, static=("inputs",)):
     body: Any = saved("{of latent_split}", needed_by=DGRAD, tree=True)  # no tensor

@@ -32,6 +32,7 @@ class AddConfig(OpConfig):
 
     widths = same_width
     featurewise = True
+    reruns = True
 
 
 class AddResiduals(Residuals, static=("inputs", "shape", "dtype")):

@@ -34,6 +34,7 @@ class IdentityConfig(OpConfig):
 
     widths = same_width
     featurewise = True
+    reruns = True
 
 
 class IdentityResiduals(Residuals, static=("shape", "dtype")):

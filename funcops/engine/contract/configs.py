@@ -279,6 +279,9 @@ class OpConfig:
     """Whether the op draws a mask with the shape of x, of which a rank draws the part for its own part of x."""
     has_place: ClassVar[bool] = False
     """Whether the op, without a mask, depends on where in the whole a rank's part of x is, which a field `shared` says."""
+    reruns: bool = False
+    """Whether a policy may run the forward again in the backward, on the way to a tensor that a later step reads: y is a function
+    of params and x alone, and nothing is sent to other ranks."""
     linear_parts: tuple[str, ...] = ()
     """The names of the linear layers inside an op, if it has several; each has its params under that name."""
     linear_weights: tuple[str, ...] = ()

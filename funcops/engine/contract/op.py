@@ -157,6 +157,8 @@ class Op(NamedTuple):
     `traces()`, of an op that traces a function, lists the traces that it holds, the last used last; `state()` of that object is
     another text after a change of what they depend on beside their arguments. `logs`: functions that compute one number each, by
     their names, of the forward, `(params, x, y, cfg)`, or of the backward, `(residuals, dy, cfg)`; `funcops.logs` asks for them.
+    `again(call, needs, rows)`, of an op that a policy made: for each field that its residuals leave out, its name, the call of the
+    program whose forward runs again for it, and the index in that call's y, or None for the whole.
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
@@ -191,6 +193,7 @@ class Op(NamedTuple):
     named: Any = None
     traces: Any = None
     logs: tuple[Callable[..., Any], ...] = ()
+    again: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         wanted = f"called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals)"
@@ -380,6 +383,6 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
         # the products of the other op would go past the new wgrad
         changes.setdefault("products", _products(changes["wgrad"], None))
     # each of these runs the op inside, past the new functions; a log of the backward reads residuals of that op
-    dropped: Any = dict.fromkeys(("recompute", "lower", "prefetch", "layer", "pausing", "named"))
+    dropped: Any = dict.fromkeys(("recompute", "lower", "prefetch", "layer", "pausing", "named", "again"))
     dropped["logs"] = tuple([log for log in op.logs if log.__code__.co_varnames[:1] == ("params",)])
     return op._replace(**{"fwd": fwd, **dropped, **changes})

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from funcops.engine.contract.op import NoneType
 from funcops.engine.program.calls import Calls
 from funcops.engine.program.gradients import Gradients
-from funcops.engine.program.lower import Alias, Call, Scope, begun_before
+from funcops.engine.program.lower import Alias, Call, Scope, begun_before, recomputing
 from funcops.engine.program.rows import Group, Row, Rows, local, part_names
 from funcops.engine.program.rules import Piece
 from funcops.engine.program.weights import Weights
@@ -58,7 +57,7 @@ class Backward:
         early = list(dict.fromkeys(early))
         filled = {call.index: source for call in calls if (source := self._filled_from(call, piece)) is not None}
         late = self.calls.given.get(calls[-1].index, []) if piece.rule.recompute else []
-        sources = _recomputing(filled.values())
+        sources = recomputing(filled.values())
         for call in (*calls, *sources):
             self.weights.open(call.place)
         # the rule may empty the residuals, so what is recomputed after it reads them from a local
@@ -93,7 +92,7 @@ class Backward:
     def _either_way(self, piece: Piece, late: list[Call], held: list[Call], filled: dict[int, Call]) -> None:
         """Both blocks: the calls one by one, or what the rule gave. Both know the same gradients at their ends."""
         calls = piece.calls
-        again = [source for source in _recomputing(filled.values()) if any(reader not in calls for reader in source.readers)]
+        again = [source for source in recomputing(filled.values()) if any(reader not in calls for reader in source.readers)]
         given = [local("recomputed", call.index) for call in (*calls[-1:] * bool(late), *again)]
         in_order = [row for row in self.rows.lowered.backward if type(row) is Call and row in calls]
         before = set(self.gradients.have)
@@ -148,16 +147,6 @@ class Backward:
         # the rows behind read what the calls one by one would have given, so here it is None
         for v in sorted(after - self.gradients.have - gives - {call.out for call in calls}):
             self.rows.add("none", None, (), (local("gradient", v),))
-
-
-def _recomputing(sources: Iterable[Call]) -> list[Call]:
-    """These calls, and those that recompute what they read, each once."""
-    found = dict.fromkeys(sources)
-    for call in sources:
-        while call.recomputed_by is not None:
-            call = call.recomputed_by
-            found[call] = None
-    return list(found)
 
 
 def _recipes(part: Any) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from funcops.engine.compose.fork import fork
 from funcops.engine.contract.op import raw_of
 from funcops.engine.program.gradients import NONE, Gradients
-from funcops.engine.program.lower import Call, flat
+from funcops.engine.program.lower import Call, Join, flat
 from funcops.engine.program.rows import local
 from funcops.engine.program.weights import Weights
 
@@ -34,7 +34,7 @@ class Calls:
             self._of_skip(call)
             return
         i = call.index
-        self.weights.open(call.place)
+        self.weights.open_for(call)
         self.rows.at(call.path)
         self.recipe(call)
         # dparams have the structure of params, so a call without gradients gives a tree, too
@@ -88,7 +88,7 @@ class Calls:
         """The recomputed y that is put into the call's residuals."""
         reads = call.recomputed_in_bwd if self.goes_on(call) else call.recomputed_in_dgrad
         filled = call.recomputed_by is not None and reads
-        return (local("recomputed", call.recomputed_by.index),) if filled else ()  # type: ignore[union-attr]
+        return (local("recomputed", call.recomputed_by.index),) if filled else ()
 
     def _checked(self, call: Call, dy: str) -> None:
         """The op's own function."""
@@ -106,7 +106,7 @@ class Calls:
         """The function that runs after its checks; nothing if it has no such function, or no dy."""
         i, whole = call.index, self.goes_on(call)
         raw = raw_of(call.op.bwd if whole else call.op.dgrad)
-        if raw is None or dy == NONE:
+        if raw is None or dy == NONE or type(call.recomputed_by) is Join:
             return
         for a in self._filling(call):
             self.rows.add(
@@ -144,6 +144,6 @@ class Calls:
     def recipe(self, call: Call, held: bool = False) -> None:
         """Keep what the recomputed y is computed from, for weight gradients that read it."""
         if not self.weights.whole and call.source:
-            kinds = [(kind, reader) for reader in call.readers for kind in ("pending", "recipe")[: 1 + reader.source]]
+            kinds = [(kind, one) for one in call.readers for kind in ("pending", "recipe")[not one.fills_pending : 1 + one.source]]
             readers = [local(kind, reader.index) for kind, reader in kinds]  # a reader's y may be recomputed from it, too
             self.rows.add("recipe", call, [local("held", call.index)] * held + readers, (local("recipe", call.index),), readers)

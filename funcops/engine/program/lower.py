@@ -57,10 +57,10 @@ class Scope:
 class Call:  # equal only to itself (eq=False), as it is a key of dicts
     """One op. It reads `main` and the values that it `takes` (as extras with these `labels`, if it has any), and writes `out` and
     the values that it `gives` (as outputs with these `names`, if it has any). `place` is None for the fork and the sum of a skip,
-    which have no trees. `recomputed_by`: the call that recomputes main in the backward, perhaps from an x that is recomputed, too;
-    the residuals lack the `fields` that hold it. `read_by_others`: whether y is an output, or read by a call that is neither in
-    `readers` nor a linear layer. Without such a call the gradient of y is a new tensor. `residuals`: the class that the op keeps
-    under this config, looked up here once for all runs."""
+    which have no trees. `recomputed_by`: the call that recomputes main in the backward, perhaps from an x that is recomputed, too,
+    or a join of calls; the residuals lack the `fields` that hold it. `read_by_others`: whether y is an output, or read by a call
+    that is neither in `readers` nor a linear layer. Without such a call the gradient of y is a new tensor. `residuals`: the class
+    that the op keeps under this config, looked up here once for all runs."""
 
     index: int
     path: str
@@ -75,7 +75,7 @@ class Call:  # equal only to itself (eq=False), as it is a key of dicts
     gives: tuple[int, ...]
     names: tuple[str, ...]
     fuse: bool
-    recomputed_by: Call | None = None
+    recomputed_by: Any = None  # a Call, a Join or None
     fields: tuple[str, ...] = ()
     readers: list[Call] = dataclasses.field(default_factory=list)  # the calls whose `recomputed_by` is this one
     read_by_others: bool = False
@@ -89,6 +89,17 @@ class Call:  # equal only to itself (eq=False), as it is a key of dicts
     def source(self) -> bool:
         """Whether another call reads the recomputed y."""
         return len(self.readers) > 0  # the tracer of torch 2.11 cannot take the bool of a list
+
+    @property
+    def sources(self) -> tuple[Call, ...]:
+        """The calls that compute again what its residuals lack."""
+        by = self.recomputed_by
+        return () if by is None else by.calls if type(by) is Join else (by,)
+
+    @property
+    def fills_pending(self) -> bool:
+        """Whether its pending may lack what is recomputed."""
+        return type(self.recomputed_by) is not Join or any([name in getattr(self.op.pending, "fields", ()) for name in self.fields])
 
     @property
     def light(self) -> bool:
@@ -112,6 +123,18 @@ class Call:  # equal only to itself (eq=False), as it is a key of dicts
     def recomputed_in_dgrad(self) -> bool:
         fields = self.op.fields(self.cfg)
         return any([fields[name].dgrad for name in self.fields])
+
+
+@dataclasses.dataclass(eq=False)
+class Join:
+    """The calls that recompute several fields of another: for each field its name, the call, and the index in that y or None."""
+
+    index: int
+    parts: tuple[tuple[str, Call, int | None], ...]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(dict.fromkeys([call for _, call, _ in self.parts]))
 
 
 class Fold(NamedTuple):
@@ -150,6 +173,7 @@ class Lowered:
         self.forward: list[Any] = []  # of Call and Fold
         self.scopes: list[Scope] = []
         self.origin: dict[int, int] = {}  # what an alias stands for
+        self.joins = dict[int, Join]()
         self.siblings: list[tuple[Call, ...]] = []  # the first calls of a parallel's branches, where they read nothing but its x
         self._values = 0
 
@@ -312,8 +336,23 @@ def _leave_out(rows: Lowered) -> None:
             call.recomputed_by = source if call.fields else None
             # before the others, as this walk goes from the last call to the first
             source.readers[:0] = [call] * bool(call.fields)
+        if again := call.op.again and call.op.again(call, kept, rows):
+            # behind the numbers of all calls
+            index = len(rows.forward) + 2 + call.index
+            call.recomputed_by = rows.joins[index] = Join(index, (*[(name, source, None) for name in call.fields], *again))
+            for one in call.sources:
+                one.readers[:0] = [call] * (one is not source)
+            call.fields = tuple([name for name, _, _ in call.recomputed_by.parts])
         call.kept = kept.dropping(call.fields) if call.fields else kept
         call.read_by_others = read[call.out] > sum(one.op.layer is None for one in call.readers)  # which come after it
+
+
+def recomputing(calls: Iterable[Call]) -> list[Call]:
+    """These calls, and those that recompute what they read, each once."""
+    found = dict[Call, None]()
+    for call in calls:
+        found |= dict.fromkeys([call, *recomputing(call.sources)])
+    return list(found)
 
 
 def flat(value: Value) -> list[int]:

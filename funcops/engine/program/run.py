@@ -151,12 +151,13 @@ def recomputed_from(compute: Any, node: Any, fields: tuple[str, ...], x: Any, cf
 
 
 def filled(node: Any, fields: tuple[str, ...], value: Any, needs: Needs) -> Any:
-    """Residuals or pending with the recomputed value in these fields; a copy, unless they were given away."""
+    """Residuals or pending with the recomputed value in these fields, or with each field's own in a dict; a copy, unless they were
+    given away."""
     if not isinstance(node, (Saved, Donated)):
         return node  # which the op refuses
     made = node._node if type(node) is Donated else node.twin()
     object.__setattr__(made, "needs", needs)
-    made.set(**{name: value for name in fields if name in made.fields})
+    made.set(**{name: value[name] if type(value) is dict else value for name in fields if name in made.fields})
     return node if type(node) is Donated else made
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from funcops.engine.contract.op import NoneType, raw_of
 from funcops.engine.contract.schema import Saved
-from funcops.engine.program.lower import Call, Place, Scope
+from funcops.engine.program.lower import Call, Join, Place, Scope, recomputing
 from funcops.engine.program.rows import Group, Local, Row, Rows, local, part_names, recomputed, released
 from funcops.engine.program.rules import Piece, Rule, Saving
 
@@ -44,6 +44,11 @@ class Weights:
         if self.which != "dgrad":
             self.rows.accumulators(scope, self.where(scope))
 
+    def open_for(self, call: Call) -> None:
+        """Open the trees of a call, and of those that recompute what it reads."""
+        for one in (call, *recomputing(call.sources)):
+            self.open(one.place)
+
     def fill(self, call: Call, source: Call) -> None:
         """Put the recomputed y of `source` into the call's pending."""
         p = local("pending", call.index)
@@ -54,6 +59,12 @@ class Weights:
     def recompute(self, name: Local, held: bool = False) -> list[Row]:
         """The rows that recompute a y: from the residuals in their tree, or `held` in a local."""
         index = name.number
+        if (join := self.rows.lowered.joins.get(index)) is not None:
+            reads = [local("recomputed", call.index) for call in join.calls]
+            # the last part of x may be absent
+            items = [(f"{n!r}: ", reads[join.calls.index(call)], at) for n, call, at in join.parts]
+            made = ", ".join([f"{n}{y if at is None else f'(*{y}, None)[{at}]'}" for n, y, at in items])
+            return [Row("joined", None, tuple(reads), (name,), (made,))]
         call = next(call for call in self.rows.lowered.calls if call.index == index)
         given = () if call.recomputed_by is None else (local("recomputed", call.recomputed_by.index),)
         if self.trees == "W":
@@ -65,7 +76,7 @@ class Weights:
         if not given:
             return [node, Row("recompute unchecked" if fast else "recompute", call, (), (name,), (raw,), path=call.path)]
         checked = Row("recompute from x", call, ("h", *given), (name,), (call.fields,), path=call.path)
-        if not fast:
+        if not fast or type(call.recomputed_by) is Join:
             return [node, checked]
         puts = [Row("put", call, ("h", *given), (), (field,)) for field in call.fields]
         quick = (Row("twin to fill"), *puts, Row("raw recompute", call, (), (name,), (raw,)))
@@ -181,12 +192,13 @@ class SecondHalf:
         assert call.place is not None
         if call.op.params is NoneType:
             return
-        self.weights.open(call.place)
+        fills = call.recomputed_by is not None and call.fills_pending
+        self.weights.open_for(call) if fills else self.weights.open(call.place)
         self.rows.at(call.path)
         kind = "whole tree" if call.place.scope is None else "pending"
         if kind == "pending" and self.weights.which == "wgrad" and call.index not in self.rows.begins:
             kind = "own pending"  # no other function gets it, so nothing but its own row can take it twice
             self.weights.bare.add(call)
         self.rows.add(kind, call, (), (local("pending", call.index),), "W")
-        if call.recomputed_by is not None:
+        if fills:
             self.weights.fill(call, call.recomputed_by)

@@ -38,6 +38,7 @@ class BiasConfig(OpConfig):
     """`dim`: the size D of the last dimension."""
 
     dim: int = field(kw_only=False)
+    reruns = True
 
     def __post_init__(self) -> None:
         require(isinstance(self.dim, int) and self.dim >= 1, "BiasConfig", "dim", "at least 1", self.dim)

@@ -34,6 +34,7 @@ class CastConfig(OpConfig):
 
     widths = same_width
     featurewise = True
+    reruns = True
 
     dtype: torch.dtype = field(kw_only=False)
 

@@ -66,6 +66,7 @@ class GroupedLinearConfig(OpConfig):
     gathered: bool = False
     stacked: bool = True
     weighted: bool = False
+    reruns = True
     linear_weights = ("weight",)
 
     def __post_init__(self) -> None:

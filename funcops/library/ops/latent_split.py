@@ -46,6 +46,7 @@ class LatentSplitConfig(OpConfig):
     shared: int
     own: int
     value: int
+    reruns = True
 
     def __post_init__(self) -> None:
         for name in ("heads", "shared", "own", "value"):

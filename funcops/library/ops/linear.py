@@ -54,6 +54,7 @@ class LinearConfig(OpConfig):
     out_features: int = field(kw_only=False)
     bias: bool = True
     linear_weights = ("weight",)
+    reruns = True
 
     def __post_init__(self) -> None:
         for name in ("in_features", "out_features"):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from funcops.engine.backend import wide
-from funcops.engine.backend.tables import Tables
 from funcops.engine.contract.accumulators import takes_sums
 from funcops.library.kernels import fused_linear
+from funcops.library.kernels.tables import Tables
 
 P = TypeVar("P")
 

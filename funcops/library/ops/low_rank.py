@@ -64,6 +64,7 @@ class LowRankConfig(OpConfig):
     scale: float = 1.0
     dropout: float = 0.0
     shared: tuple[Any, ...] = ()
+    reruns = True
 
     def __post_init__(self) -> None:
         where = type(self).__name__

@@ -49,6 +49,7 @@ class QKVSplitConfig(OpConfig):
     dim: int = field(kw_only=False)
     kv_heads: int | None = None
     rope: RopeConfig | None = None
+    reruns = True
 
     def __post_init__(self) -> None:
         for name in ("heads", "dim", "kv_heads"):

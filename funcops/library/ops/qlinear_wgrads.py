@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.engine.backend.tables import Tables
 from funcops.engine.trees import replace
 from funcops.library.formats import QTensor, by_tiles
 from funcops.library.formats.recipes import Recipe
 from funcops.library.kernels.grouped_scaled import grouped_scaled_wgrad
 from funcops.library.kernels.quantize import by_columns
 from funcops.library.kernels.scaled_mm import scaled_mm
+from funcops.library.kernels.tables import Tables
 from funcops.library.ops.linear_wgrads import join_some
 
 _starts = Tables(32)  # the first row of each product of a group

@@ -37,6 +37,7 @@ class ReshapeConfig(OpConfig):
 
     in_shape: tuple[int, ...] = field(kw_only=False)
     out_shape: tuple[int, ...] = field(kw_only=False)
+    reruns = True
 
     def __post_init__(self) -> None:
         for name in ("in_shape", "out_shape"):

@@ -75,6 +75,7 @@ class RopeConfig(OpConfig):
     scaling: Scaling | None = None
     sections: tuple[int, ...] | None = None
     layout: str = "blocks"
+    reruns = True
 
     def __post_init__(self) -> None:
         require(isinstance(self.dim, int) and self.dim >= 1, "RopeConfig", "dim", "at least 1", self.dim)

@@ -35,6 +35,7 @@ class ScaleConfig(OpConfig):
 
     widths = same_width
     featurewise = True
+    reruns = True
 
     factor: float = field(kw_only=False)
 

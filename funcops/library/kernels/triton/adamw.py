@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
-from funcops.engine.backend.tables import Table, Tables
 from funcops.engine.errors import require
 from funcops.library.kernels import adamw as declared
+from funcops.library.kernels.tables import Table, Tables
 from funcops.library.kernels.triton.common import cdiv, load_wide, store_rounded
 
 BLOCK, BLOCKS = 1024, 16  # elements that a program takes at a time, and how many times

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
-from funcops.engine.backend.tables import Tables
 from funcops.library.kernels import nf4 as declared
+from funcops.library.kernels.tables import Tables
 from funcops.library.kernels.triton.common import cdiv, store_rounded
 
 BLOCK = 2048

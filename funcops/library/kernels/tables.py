@@ -6,21 +6,17 @@ table made under capture belongs to its graph: no other code may read it, and it
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcops.engine.backend.declare import tracing
+from funcops.engine.backend.held import hold
 
-__all__ = ["Table", "Tables", "holding"]
-
-_held: list[list[Any]] = []  # the values held by each capture in progress
-_for_good: list[Any] = []  # held by captures that are not ours, if torch does not say which graph is being captured
+__all__ = ["Table", "Tables"]
 
 
 class Table(NamedTuple):
@@ -66,30 +62,3 @@ def _copied(device: torch.device, host: tuple[Tensor, ...], note: Any, *, pinned
     if pinned:
         host = tuple([t.pin_memory() for t in host])
     return Table(tuple([t.to(device, non_blocking=True) for t in host]), note, host)
-
-
-@contextmanager
-def holding() -> Iterator[list[Any]]:
-    """Collect the values that the capture in this block needs; the graph's owner keeps the list as long as the graph."""
-    _held.append([])
-    try:
-        yield _held[-1]
-    finally:
-        _held.pop()
-
-
-def hold(value: Any) -> None:
-    """Keep `value` as long as the graph that is being captured."""
-    if _held:
-        _held[-1].append(value)
-        return
-    find: Any = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", None)
-    graph = find() if find is not None else None
-    if graph is None:
-        _for_good.append(value)
-    else:
-        weakref.finalize(graph, _let_go, value)
-
-
-def _let_go(value: Any) -> None:
-    """Release `value`: the finalizer that calls this holds it until then."""
