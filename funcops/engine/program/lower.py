@@ -125,7 +125,7 @@ class Call:  # equal only to itself (eq=False), as it is a key of dicts
         return any([fields[name].dgrad for name in self.fields])
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Join:
     """The calls that recompute several fields of another: for each field its name, the call, and the index in that y or None."""
 
