@@ -55,6 +55,9 @@ Two places of a policy have no rows here: they depend on what a step does, and n
 `torch.compile`, refuse them by name: a file would be written, or a tensor sent, once
 ([table](what-a-block-keeps.md#in-8-bits)).
 
+Graphs are the CPU's here. On a device a graph that is captured in a recording computes its digests in each replay; around one
+`recording(stop_at_nonfinite=True)` raises.
+
 ## The features
 
 | | feature | how it is turned on |

@@ -17,7 +17,8 @@ from funcops.adapters.graphs.hooks import Hooks, Life, release_waiting
 from funcops.adapters.graphs.timeline import TimelineEntry
 from funcops.adapters.graphs.topology import GraphData, from_recording, from_torch_data
 from funcops.adapters.graphs.without_gpu import recorder
-from funcops.engine.backend import scopes
+from funcops.adapters.recording.captured import ToldByGraph, recorded, told_by_graph
+from funcops.engine.backend import notes, scopes
 from funcops.engine.backend.held import holding
 from funcops.engine.errors import CaptureError, fail, require_count, require_type
 from funcops.engine.trees import nbytes, tensors
@@ -121,7 +122,7 @@ class RecorderBackend:
 
     def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]:
         recording = recorder.Recording(pool)
-        captured = _Recorded(recording, options)
+        captured = _Recorded(recording, options, tells=bool(notes.takers))
 
         def call() -> Any:
             captured.tell("capture_start")
@@ -142,11 +143,12 @@ class RecorderBackend:
 class _Recorded(Life):
     entry: TimelineEntry
 
-    def __init__(self, recording: recorder.Recording, options: Options) -> None:
+    def __init__(self, recording: recorder.Recording, options: Options, tells: bool) -> None:
         super().__init__(options.hooks, recording.reset)
-        self.recording = recording
+        self.recording, self.tells = recording, tells
 
     def replay(self) -> None:
+        recorded(self.tells)
         self.replayed(self.recording.replay)
         self.entry.replayed()
 
@@ -203,13 +205,16 @@ class DeviceBackend:
         def call() -> Any:
             try:
                 captured.tell("capture_start")
-                return fn()
+                result = fn()
+                if captured.told is not None:
+                    captured.told.end()
+                return result
             except BaseException as error:
                 own.append(error)
                 raise
 
         collected = gc.isenabled()
-        with torch.cuda.device(self.device), holding() as held:
+        with torch.cuda.device(self.device), holding() as held, told_by_graph() as captured.told:
             stream, side = torch.cuda.current_stream(), options.stream or _side_stream()
             try:
                 with torch.cuda.graph(graph, pool, side, options.capture_error_mode, **_annotating()):
@@ -275,7 +280,8 @@ def _annotating() -> dict[str, Any]:
     try:
         from torch.cuda.graph_annotations import is_available
     except ImportError:
-        warnings.warn("named_steps: kernels of CUDA graphs get the names of steps from torch 2.15 on", stacklevel=6)
+        if scopes.on == scopes.NAMED:  # a recording tells of a graph's steps by itself
+            warnings.warn("named_steps: kernels of CUDA graphs get the names of steps from torch 2.15 on", stacklevel=6)
         return {}
     return {"enable_annotations": is_available()}
 
@@ -284,15 +290,21 @@ class _Graph(Life):
     """A CUDA graph."""
 
     entry: TimelineEntry
+    told: ToldByGraph | None
 
     def __init__(self, graph: Any, device: Any, options: Options) -> None:
         super().__init__(options.hooks, graph.reset)
         self.graph, self.kept, self.device = graph, options.keep_graph, device
 
     def replay(self) -> None:
+        told = self.told if recorded(self.told is not None) else None
+        if told is not None:
+            told.check()
         with torch.cuda.device(self.device):
             self.release.streams.add(torch.cuda.current_stream())
             self.replayed(self.graph.replay)
+            if told is not None:
+                told.tell()
         self.entry.replayed()
 
     def reset(self) -> None:

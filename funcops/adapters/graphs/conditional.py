@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs.statics import clones
+from funcops.engine.backend import scopes
 from funcops.engine.contract.marks import Versions
 from funcops.engine.errors import check, fail, require_callable
 from funcops.engine.trees import tensors
@@ -21,10 +22,10 @@ def when(flag: Tensor, update: Callable[..., Any], *trees: Any) -> None:
 
         when(all_finite(grads), lambda params, state: adamw_update(params, grads, state, cfg, lr=lr, in_place=True), params, state)
 
-    In a CUDA graph it is a conditional node, where torch has them (CUDA 12.4): a step that is left out costs nothing. Elsewhere the
-    update runs, and with a false flag the tensors get their old bits back; what the update returns, and what it
-    writes to other tensors, is not undone. Raises `TypeError` or `ValueError` for a flag of another form, and `ValueError` for an
-    update that writes to no tensor of `trees`.
+    In a CUDA graph it is a conditional node, where torch has them (CUDA 12.4): a step that is left out costs nothing. Elsewhere,
+    and in a `recording`, the update runs, and with a false flag the tensors get their old bits back; what the update returns, and
+    what it writes to other tensors, is not undone. Raises `TypeError` or `ValueError` for a flag of another form, and
+    `ValueError` for an update that writes to no tensor of `trees`.
 
     >>> import torch
     >>> from funcops.graphs import when
@@ -50,7 +51,8 @@ def when(flag: Tensor, update: Callable[..., Any], *trees: Any) -> None:
                 f"no write that torch counts: {remedy}",
             )
 
-    graph = _capturing() if flag.is_cuda else None
+    # in a recording both ways run, as a node that is left out would tell the values of the replay before
+    graph = _capturing() if flag.is_cuda and scopes.on != scopes.NOTED else None
     if graph is not None:
         graph.begin_capture_to_if_node(flag)
         try:

@@ -8,12 +8,13 @@ drawn once: the mean square of the differences of two sketches is, in expectatio
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from funcops.library.kernels import tables
 
 WORDS, BLOCK, WIDTH, SKETCHES = 11, 1 << 16, 256, 6
 SPREAD, STRIDE = -0x40A7B892E31B1A47, -0x61C8864680B583EB  # odd, as multipliers that lose no bit must be
@@ -51,11 +52,17 @@ def digest(t: Tensor) -> Tensor:
     return torch.cat([_hash(flat).reshape(1), torch.cat(_numbers(flat)).view(torch.int64)])
 
 
-@functools.lru_cache(maxsize=16)
-def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+_cache = tables.Tables(16)
+
+
+def _tables(device: torch.device) -> tuple[Tensor, ...]:
     """The numbers that are added to the words of a block, by position; and the signs of a sketch, for rows and for columns."""
-    numbers = torch.arange(2 * SKETCHES * WIDTH, dtype=torch.int64, device=device)
-    return torch.arange(1, BLOCK + 1, dtype=torch.int64, device=device) * STRIDE, _signs(numbers).view(2, SKETCHES, WIDTH)
+    return _cache.get(device, None, _on_host).on_device
+
+
+def _on_host() -> tuple[tuple[Tensor, Tensor], None]:
+    numbers = torch.arange(2 * SKETCHES * WIDTH, dtype=torch.int64)
+    return (torch.arange(1, BLOCK + 1, dtype=torch.int64) * STRIDE, _signs(numbers).view(2, SKETCHES, WIDTH)), None
 
 
 def _spread(words: Tensor, scratch: Tensor | None = None) -> Tensor:
@@ -127,11 +134,14 @@ def _numbers(flat: Tensor) -> list[Tensor]:
     least, most = (bound.double() for bound in torch.aminmax(flat))
     largest = torch.maximum(least.abs(), most.abs())
     zeros = 1.0 - torch.count_nonzero(flat).double() / flat.numel()
-    # on the host it costs nothing to look first
-    finite = flat.is_cpu and bool(torch.isfinite(largest))
-    nonfinite = torch.zeros_like(zeros) if finite else (~torch.isfinite(flat)).sum().double() / flat.numel()
+    nonfinite = torch.zeros_like(zeros) if _known_finite(flat, largest) else (~torch.isfinite(flat)).sum().double() / flat.numel()
     sketch, squares = _products(flat)
     return [torch.stack([largest, squares / flat.numel(), zeros, nonfinite]), sketch]
+
+
+def _known_finite(flat: Tensor, largest: Tensor) -> bool:
+    """Whether no value of a vector is infinite or NaN: on the host it costs nothing to look first."""
+    return flat.is_cpu and bool(torch.isfinite(largest))
 
 
 def _blocks(flat: Tensor, many: int) -> list[Tensor]:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.adapters.recording.digest import Digest, digest
+from funcops.adapters.recording.digest import Digest
 from funcops.adapters.recording.modules import told_by_hooks
 from funcops.adapters.recording.parts import Layouts
+from funcops.adapters.recording.taken import Digests
 from funcops.engine.backend import notes, scopes
-from funcops.engine.errors import NonFiniteError, fail, in_html, on_screen, require_flag, require_type, short
+from funcops.engine.errors import NonFiniteError, fail, in_html, on_screen, require_flag, require_type
 
 VERSION = 1
 AGAIN = " again"  # ends the name of a value that was recomputed more than once in a turn, to other bits
@@ -125,65 +125,43 @@ def _cells(row: Recorded) -> tuple[str, ...]:
     return row.place, f"{row.dtype}{list(row.shape)}", f"{d.hash:016x}", f"{d.largest:.4g}", f"{rms:.4g}", *shares
 
 
-class _Taker:
-    """Digests what steps tell, on the device; they are read once, at the end."""
+class Taker(Digests):
+    """Takes what the steps of a thread tell, for its recording; the digests are read once, at the end."""
 
     def __init__(self, stops: bool, layouts: Layouts) -> None:
-        self.stops, self.layouts = stops, layouts
+        super().__init__(layouts)
+        self.stops = stops
         self.thread = threading.get_ident()
         self.turns: Counter[tuple[str, str, str]] = Counter()
-        self.rows: list[Any] = []  # all of a row but its digest
-        self.digests: list[Tensor] = []
-        self.last: Any = (lambda: None), None, None  # the last value, weakly; its memory, if it is a dx; its digest
 
     def __call__(self, found: list[notes.Told], kept: Any) -> None:
-        if not self.mine():
+        if taker() is not self:
             return
         for told in found:
-            words = self.take(told)
-            if self.stops and Digest.of(words.cpu()).nonfinite:
-                raise NonFiniteError(
-                    Recorded._make((*self.rows[-1], Digest.of(words.cpu()))).place, {t.name: t.value for t in found}, kept
-                )
+            self.take(told)
+            if self.stops and (last := self._row(self.words[-1].cpu(), self.about[-1])).digest.nonfinite:
+                raise NonFiniteError(last.place, {t.name: t.value for t in found}, kept)
 
-    def mine(self) -> bool:
-        """Whether what this thread tells is for this recording: its own, or the last one's if the thread has none."""
-        own = [taker for taker in notes.takers if isinstance(taker, _Taker) and taker.thread == threading.get_ident()]
-        return self is (own or [taker for taker in notes.takers if isinstance(taker, _Taker)])[-1]
-
-    def take(self, told: notes.Told) -> Tensor:
-        """Note a value, and its digest."""
-        key, value = (told.path, told.half, told.name), told.value
-        turn = self.turns[key]
-        self.turns[key] += 1
-        for part, cut in self.layouts.parts(key, value):
-            self.note((*key, turn, part, tuple(cut.shape), short(value.dtype), told.ran), digest(cut))
-        return self.note((*key, turn, "", tuple(value.shape), short(value.dtype), told.ran), self.of(told))
-
-    def note(self, about: Any, words: Tensor) -> Tensor:
-        self.rows.append(about)
-        self.digests.append(words)
-        return words
-
-    def of(self, told: notes.Told) -> Tensor:
-        """The digest of a value. What a call is given is often the dx that was told before it: then that one's digest."""
-        value = told.value
-        memory = (value.data_ptr(), value.numel(), value.dtype) if value.is_contiguous() else None
-        last, where, words = self.last
-        # while that tensor lives, its memory is nobody else's, and nothing ran since
-        if not told.name.startswith("dy") or memory is None or where != memory or last() is None:
-            words = digest(value)
-        self.last = weakref.ref(value), memory if told.name.startswith("dx") else None, words
-        return words
+    def note(self, about: Any, words: Tensor) -> None:
+        path, half, name, part, *rest = about
+        key = path, half, name
+        super().note((*key, self.turns[key], part, *rest), words)
+        # the whole comes after its parts
+        self.turns[key] += not part
 
     def finished(self) -> list[Recorded]:
-        devices = {words.device for words in self.digests}
-        host = {device: torch.stack([words for words in self.digests if words.device == device]).cpu() for device in devices}
-        rows = {device: iter(words) for device, words in host.items()}
-        found = [
-            Recorded._make((*row, Digest.of(next(rows[words.device])))) for row, words in zip(self.rows, self.digests, strict=True)
-        ]
+        rows = {device: iter(words.cpu()) for device, words in self.stacked().items()}
+        found = [self._row(next(rows[words.device]), about) for about, words in zip(self.about, self.words, strict=True)]
         return list(_once(found))
+
+    def _row(self, words: Tensor, about: Any) -> Recorded:
+        return Recorded._make((*about, Digest.of(words)))
+
+
+def taker() -> Taker:
+    """The innermost recording's of this thread; of a thread without one the last one's."""
+    every = [one for one in notes.takers if isinstance(one, Taker)]
+    return [*every, *(one for one in every if one.thread == threading.get_ident())][-1]
 
 
 def _once(rows: list[Recorded]) -> Iterator[Recorded]:
@@ -244,19 +222,19 @@ def recording(
     require_type("recording", "like", like, list, tuple)
     for i, rank in enumerate(like):
         require_type("recording", f"like[{i}]", rank, Recording)
-    return _recording(_Taker(stop_at_nonfinite, Layouts(like)), module)
+    return _recording(Taker(stop_at_nonfinite, Layouts(like)), module)
 
 
 @contextmanager
-def _recording(taker: _Taker, module: Any) -> Iterator[Recording]:
+def _recording(own: Taker, module: Any) -> Iterator[Recording]:
     found = Recording()
     with ExitStack() as ends:
         ends.enter_context(scopes.told(scopes.NOTED))
         if module is not None:
             ends.enter_context(told_by_hooks(module))
-        notes.takers.append(taker)
+        notes.takers.append(own)
         try:
             yield found
         finally:
-            notes.takers.remove(taker)
-            found.rows = tuple(taker.finished())
+            notes.takers.remove(own)
+            found.rows = tuple(own.finished())

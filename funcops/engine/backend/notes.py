@@ -19,7 +19,7 @@ from torch import Tensor
 from funcops.engine.backend import scopes
 from funcops.engine.errors import fail
 
-__all__ = ["Told", "note", "takers", "tell", "tell_by_step"]
+__all__ = ["Told", "note", "takers", "tell", "tell_by_step", "thread"]
 
 Item = tuple[str | None, str, str, Any]  # the step's path, beside or in place of the one that runs; half; name; value
 
@@ -65,11 +65,11 @@ def tell(items: Iterable[Item], kept: Any = None) -> None:
     if torch.compiler.is_dynamo_compiling():
         torch.ops.funcops.note(scopes._token, values, paths, halves, names)
         return
-    _thread.kept = kept
+    thread.kept = kept
     try:
         torch.ops.funcops.note(scopes._token, values, paths, halves, names)
     finally:
-        _thread.kept = None
+        thread.kept = None
 
 
 def tell_by_step(name: str, gradients: Any, under: str = "") -> None:
@@ -81,9 +81,10 @@ def tell_by_step(name: str, gradients: Any, under: str = "") -> None:
 
 class _Thread(threading.local):
     kept: Any = None  # by the step that this thread tells of
+    captured: tuple[Any, ...] = ()  # the taker of the graph that it captures on a device, in place of all others
 
 
-_thread = _Thread()
+thread = _Thread()
 
 
 def _tensors(value: Any, path: str) -> list[tuple[str, Any]]:
@@ -103,9 +104,8 @@ def _tensors(value: Any, path: str) -> list[tuple[str, Any]]:
 def _told(token: Tensor, values: list[Tensor], paths: list[str], halves: list[str], names: list[str]) -> None:
     if not takers:
         return
-    if values[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        got = "a capture of a CUDA graph, whose replays tell nothing: record the function itself"
-        fail("recording", "a step", "one that is not captured on a device", got, RuntimeError)
+    if not thread.captured and values[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        fail("recording", "a step", "in a capture of funcops.graphs", "torch.cuda.graph, which tells nothing", RuntimeError)
     inner = scopes.label()
     outer = scopes._thread.open[-2][0] if len(scopes._thread.open) > 1 else scopes.Label()
     found = []
@@ -113,8 +113,8 @@ def _told(token: Tensor, values: list[Tensor], paths: list[str], halves: list[st
         where = inner.path if not path else outer.inside(path, "").path if path[0] != "<" else _before(outer.path, path[1:])
         half = scopes.RECOMPUTE if inner.half == scopes.RECOMPUTE else half or inner.half
         found.append(Told(where, half, name, value, inner.path))
-    for take in tuple(takers):
-        take(found, _thread.kept)
+    for take in thread.captured or tuple(takers):
+        take(found, thread.kept)
 
 
 def _before(layer: str, path: str) -> str:
