@@ -29,11 +29,19 @@ from funcops.engine.errors import (
     require_type,
 )
 from funcops.engine.trees import at, put
+from funcops.library.ops.expert_steps import ExpertStepsConfig
 from funcops.logs.logged import LEAF, OF_DX, WEIGHTS, LoggedConfig, Place, holding, logged, places, taken, zeros
 
 T = TypeVar("T")
 OF_FIRST = ("x_norm", "x_amax", *OF_DX, *WEIGHTS)  # the values of a step that has another y where it runs as one with a loss
-ENTERED = (ChainConfig, SkipConfig, ParallelConfig, RepeatConfig, LoggedConfig)  # the combinators whose parts may be logged
+ENTERED = (
+    ChainConfig,
+    SkipConfig,
+    ParallelConfig,
+    RepeatConfig,
+    ExpertStepsConfig,
+    LoggedConfig,
+)  # the combinators whose parts may be logged
 
 
 def with_logs(cfg: Any, logs: Mapping[str, tuple[str, ...]], *, runs: int = 1) -> Any:

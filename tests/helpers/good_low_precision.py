@@ -53,7 +53,7 @@ LOW_PRECISION = {
         },
         accepts={**OTHER_LEAVES, **META_KEY},
     ),
-    "low_precision.rounding_logs": Row(lambda: {"cfg": LOW}),
+    "low_precision.rounding_logs": Row(lambda: {"cfg": LOW, "skip": ()}, {"skip": (3, (3,))}, {("skip", "[]"): "none"}),
     "low_precision.weight_rounding": Row(
         lambda: {"params": chain_params(), "work": chain_params()},
         accepts={"params": "of a tree without codes nothing is read", "work": "any tree; its leaves in codes are measured"},

@@ -91,7 +91,7 @@ def test_layers_have_numbers_of_their_own(stacked):
 
 
 def test_what_has_no_codes_is_refused():
-    with pytest.raises(ValueError, match=r"rounding_logs: cfg must be one with linear steps in a recipe, .*, got ChainConfig"):
+    with pytest.raises(ValueError, match=r"rounding_logs: cfg must be one with steps in a recipe, got ChainConfig"):
         rounding_logs(ONE)
     cfg, params = with_recipe(ONE, Fp8Block()), chain.init(ONE, key=random.key(0))
     work = quantize_params(params, cfg)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._linear import OverAxis
+from funcops.distributed.ops._linear import OverAxis, rows_axis
+from funcops.engine import random
 from funcops.engine.errors import require
 from funcops.library.formats import Format, QTensor, as_made, by_tiles
 from funcops.library.formats.recipes import OPERANDS, Recipe, require_recipe
@@ -46,6 +47,12 @@ class LowOverAxis(LowConfig):
     def largest(self, amaxes: Tensor) -> Tensor:
         """The amaxes of whole weights, from the amaxes of this rank's parts."""
         return comm.largest(amaxes, self.axis)  # type: ignore[attr-defined]
+
+    def key_of_rank(self, key: Tensor) -> Tensor:
+        """See `LowConfig.key_of_rank`."""
+        cfg: Any = self
+        axis = cfg.axis if cfg.shards_features else rows_axis(cfg)  # else all ranks have the same dy
+        return key if axis.size == 1 else random.fold_in(key, axis.rank)
 
 
 class CodedOverAxis(OverAxis, CodedLinear):

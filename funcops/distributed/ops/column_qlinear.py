@@ -59,6 +59,7 @@ from funcops.library.formats import QTensor, check_quantized
 from funcops.library.ops._layer_op import layer_op
 from funcops.library.ops._low_config import low_form
 from funcops.library.ops._low_operands import factors_of_dw, kept_side, operands, quantized
+from funcops.library.ops._rounding_logs import ROUNDING_LOGS
 from funcops.library.ops.qlinear import QLinearOfInputResiduals, QLinearResiduals
 
 __all__ = ["ColumnQLinearConfig", "ColumnQLinearPending", "ColumnQLinearResiduals"]
@@ -135,6 +136,7 @@ column_qlinear, column_qlinear_init, column_qlinear_fwd, column_qlinear_bwd, col
     ColumnQLinearConfig,
     ColumnQLinearResiduals,
     ColumnQLinearPending,
+    logs=ROUNDING_LOGS,
     init="The params that `column_linear_init` draws, in high precision.",
     fwd="""`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n].
     Raises as `qlinear_fwd`.""",

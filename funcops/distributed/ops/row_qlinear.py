@@ -56,6 +56,7 @@ from funcops.library.formats import QTensor, turned
 from funcops.library.ops._layer_op import layer_op
 from funcops.library.ops._low_config import low_form
 from funcops.library.ops._low_operands import of_gradient, quantized
+from funcops.library.ops._rounding_logs import ROUNDING_LOGS
 from funcops.library.ops.qlinear import QLinearOfInputResiduals, QLinearPending, QLinearResiduals
 
 __all__ = ["RowQLinearConfig", "RowQLinearPending", "RowQLinearResiduals"]
@@ -124,6 +125,7 @@ row_qlinear, row_qlinear_init, row_qlinear_fwd, row_qlinear_bwd, row_qlinear_dgr
     RowQLinearConfig,
     RowQLinearResiduals,
     RowQLinearPending,
+    logs=ROUNDING_LOGS,
     init="The params that `row_linear_init` draws, in high precision.",
     fwd="""`y = sum over r of q(x_r) q(w_r)^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] -> [*,
     O]). Raises as `qlinear_fwd`.""",

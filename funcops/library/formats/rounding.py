@@ -33,13 +33,18 @@ class Rounding(NamedTuple):
     error: Tensor
 
 
-def rounding(t: Tensor, q: QTensor) -> Rounding:
-    """Compare t with its codes q."""
-    size, value = t.float().abs(), q.dequantize(torch.float32)
-    if not size.numel():
-        return Rounding(*[size.new_zeros(()) for _ in Rounding._fields])
-    largest = dataclasses.replace(q, codes=torch.full_like(q.codes, LARGEST[q.format.element])).dequantize(torch.float32)
-    zeros, clipped = (value == 0) & (size > 0), size > largest * (1 + 2**-10)  # not an element that rounds up to the largest
-    off, norm = (torch.linalg.vector_norm(one) for one in (value - t.float(), size))
+def rounding(t: Tensor, q: QTensor, count: Tensor | None = None) -> Rounding:
+    """Compare t with its codes q. `count`: the number of the first rows, if the others are in no group and do not count."""
+    wide, value, among = t.float(), q.dequantize(torch.float32), t.numel()
+    if not among:
+        return Rounding(*[wide.new_zeros(()) for _ in Rounding._fields])
+    if count is not None:
+        counts = (torch.arange(len(t), device=t.device) < count)[:, None]
+        wide, value = (torch.where(counts, one, 0.0) for one in (wide, value))
+        among = (counts.sum() * t.shape[1]).clamp(min=1)  # type: ignore[assignment]
+    size, largest = wide.abs(), dataclasses.replace(q, codes=torch.full_like(q.codes, LARGEST[q.format.element]))
+    zeros = (value == 0) & (size > 0)
+    clipped = size > largest.dequantize(torch.float32) * (1 + 2**-10)  # not an element that rounds up to the largest
+    off, norm = (torch.linalg.vector_norm(one) for one in (value - wide, size))
     error = torch.where(off == 0, off, off / norm)
-    return Rounding(size.amax(), zeros.float().mean(), clipped.float().mean(), error)
+    return Rounding(size.amax(), zeros.float().sum() / among, clipped.float().sum() / among, error)

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from funcops.engine.contract.configs import OpConfig, fields_of
 from funcops.engine.contract.op import Op, config
 from funcops.library.formats.recipes import LOW_FORMS, Recipe
@@ -28,6 +30,10 @@ class LowConfig(OpConfig):
         super().__post_init__()  # type: ignore[misc]  # of the layer's config
         made = self.plain(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self.plain)})
         object.__setattr__(self, "linear", made)
+
+    def key_of_rank(self, key: Tensor) -> Tensor:
+        """The key with which this rank rounds its part of dy."""
+        return key
 
 
 def low_form(plain: Op, low: Op) -> None:

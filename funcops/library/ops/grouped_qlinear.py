@@ -44,12 +44,14 @@ from funcops.engine.contract.schema import DGRAD, WGRAD, Pending, saved, static
 from funcops.engine.errors import check, fail, require
 from funcops.library.formats import QTensor, check_quantized
 from funcops.library.formats.recipes import LOW_FORMS, OPERANDS, PRODUCTS, Recipe, require_recipe
+from funcops.library.formats.rounding import Rounding, rounding
 from funcops.library.formats.scaled import Scaled
 from funcops.library.kernels.grouped import grouped_wgrad, grouped_wgrad_into
 from funcops.library.kernels.routing import of_rows
 from funcops.library.ops import _quantized_groups as coded
 from funcops.library.ops._low_config import LowConfig
 from funcops.library.ops._quantized_groups import Groups
+from funcops.library.ops._rounding_logs import backward_logs, forward_logs
 from funcops.library.ops.coded_linear import add_all_but_dw, check_params, check_rounding, low_gradients, needs_low, rounding_of
 from funcops.library.ops.grouped_linear import (
     GroupedLinearConfig,
@@ -249,6 +251,31 @@ def _of_gradient(
     return row, coded.columns_in(dy, recipe.dy_col, groups, recipe.hadamard, keys[1]), amaxes
 
 
+def _rounded_rows(params: GroupedLinearParams, x: tuple[Any, ...], cfg: GroupedQLinearConfig) -> Rounding:
+    """The rounding of the rows of x: of its own, or, with a scale for each group, of the gathered rows of all groups."""
+    where, recipe, weight = "grouped_qlinear_fwd", cfg.recipe, params.weight
+    if isinstance(x[0], QTensor):
+        remedy = "codes, which were made before they were sent: leave this step out of the logs (rounding_logs(skip=))"
+        fail(where, "x.0", "a tensor, for the logs of its rounding", remedy, TypeError)
+    flat, groups, _ = _checked(where, params, x, cfg)
+    if isinstance(weight, Scaled):
+        row, index = coded.scaled_rows(flat, recipe.x, groups, weight.scale[:, :1].reshape(-1))[0], None
+    else:
+        row, index = coded.rows_in(flat, recipe.x, groups)
+    at = groups.at()
+    if index is not None or at is None:
+        return rounding(flat, row, groups.offsets[-1] if at is None else None)
+    return rounding(flat.index_select(0, at), row, groups.offsets[-1])
+
+
+def _rounded_dy(residuals: GroupedQLinearKept, dy: Tensor, cfg: GroupedQLinearConfig) -> Rounding | None:
+    recipe, given = cfg.recipe, residuals.rounding
+    if given is None and (recipe.delayed or recipe.stochastic):
+        return None
+    groups = Groups(residuals.offsets, None, 1, len(dy))
+    return rounding(dy, _of_gradient(dy, recipe, given, groups, True, False, None)[0], residuals.offsets[-1])
+
+
 def _db_of(dy: Tensor, cfg: GroupedQLinearConfig, residuals: Any) -> Tensor | None:
     needs, r = residuals.needs, residuals
     if not (cfg.bias and (needs.params is True or needs.param("bias"))):
@@ -316,6 +343,7 @@ grouped_qlinear = make_op(
     dgrad=grouped_qlinear_dgrad,
     wgrad=grouped_qlinear_wgrad,
     products=grouped_qlinear_products,
+    logs=(*forward_logs("rows", _rounded_rows, also=("amax",)), *backward_logs(_rounded_dy)),
 )
 grouped_qlinear_bwd = both_halves(grouped_qlinear, grouped_qlinear_dgrad, grouped_qlinear_wgrad)
 

@@ -43,8 +43,10 @@ from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.engine.errors import check, fail, require
 from funcops.library.formats import Format, QTensor
 from funcops.library.formats.recipes import LOW_ATTENTION, Recipe, require_recipe
+from funcops.library.formats.rounding import Rounding, rounding
 from funcops.library.kernels import scaled_attention as kernels
 from funcops.library.kernels.quantize import BLOCK
+from funcops.library.ops._rounding_logs import backward_logs, forward_logs
 from funcops.library.ops.attention import AttentionConfig, attention, check_x, indices_of
 
 __all__ = ["QAttentionConfig", "QAttentionResiduals"]
@@ -146,7 +148,21 @@ def qattention_dgrad(residuals: QAttentionResiduals, dy: Tensor, cfg: QAttention
     return r.inputs.make(tuple(grads)), None
 
 
-qattention = make_op("qattention", QAttentionConfig, fwd=qattention_fwd, dgrad=qattention_dgrad)
+def _rounded(number: int) -> Any:
+    def measured(params: None, x: tuple[Tensor, ...], cfg: QAttentionConfig) -> Rounding:
+        return rounding(x[number].transpose(1, 2), _in_codes(x[number], cfg.x_format))
+
+    return measured
+
+
+def _rounded_dy(residuals: QAttentionResiduals, dy: Tensor, cfg: QAttentionConfig) -> Rounding:
+    return rounding(dy.transpose(1, 2), _in_codes(dy, cfg.dy_format))
+
+
+_logs = [log for i, name in enumerate("qkv") for log in forward_logs(name, _rounded(i), also=("amax",))]
+qattention = make_op(
+    "qattention", QAttentionConfig, fwd=qattention_fwd, dgrad=qattention_dgrad, logs=(*_logs, *backward_logs(_rounded_dy))
+)
 qattention_init, qattention_bwd, qattention_wgrad = no_params(qattention, qattention_dgrad)
 LOW_ATTENTION[AttentionConfig] = lambda cfg, recipe: (attention, qattention, QAttentionConfig(**fields_of(cfg), recipe=recipe))
 LOW_ATTENTION[QAttentionConfig] = lambda cfg, recipe: (qattention, qattention, cfg)
