@@ -30,9 +30,24 @@ from lm.model import init, model
 from lm.optimiser import first_state, optimiser_of
 from lm.profiled import say_profile
 from lm.ranks import AXES, Ranks, leave, quiet, started
-from lm.results import MANY, ONE, Row, RunError, check_writable, load_run, plot, plot_load, save_run, shares, text_of, texts
+from lm.results import (
+    MANY,
+    ONE,
+    Row,
+    RunError,
+    check_writable,
+    load_run,
+    plot,
+    plot_load,
+    plot_seen,
+    save_run,
+    seen_before,
+    shares,
+    text_of,
+    texts,
+)
 from lm.step import Settings, State, evaluate, loss_and_grads, train_step, written_step
-from lm.watched import watched
+from lm.watched import Seen, lines, watched
 from torch import Tensor
 from tqdm import tqdm
 
@@ -127,7 +142,7 @@ class Run:
         self.count = sum(t.numel() for t in tensors(chain.init(model(args.decoder), device="meta")))
         op, self.policy = policy_of(args, ranks)
         self.s = settings_of(args, self.params, ranks, op)
-        self.done, self.skipped, self.rows = 0, 0, list[Row]()
+        self.done, self.skipped, self.rows, self.seen = 0, 0, list[Row](), list[Seen]()
         self.state = State(first_state(ranks.shards(self.params), self.s.optimiser), self.first_scales())
         self.seconds = 0.0
         if args.resume:
@@ -136,6 +151,7 @@ class Run:
             like = like[0], State(like[1], self.state.scales)
             loaded = load_run(args.out, *like, kept_flags(args), ranks, args.device)
             self.params, self.state, self.done, self.rows = loaded
+            self.seen = seen_before(args.out, self.done)
             self.seconds = self.rows[-1].seconds if self.rows else 0.0
         self.val = [t.to(args.device) for t in windows(corpus.held_out, count=VALIDATION_WINDOWS, context=args.context)]
         self.step_fn = train_step
@@ -174,8 +190,11 @@ class Run:
         row = Row(self.done + 1, float(loss), None, lr, float(norm), self.seconds + time.perf_counter() - began)
         row = row._replace(load=None if load is None else load.tolist())
         if before is not None:
-            for line in watched(before[0], self.params, x, labels, self.s, before[1], self.key()):
+            seen = watched(row.step, before[0], self.params, x, labels, self.s, before[1], self.key())
+            self.seen += seen
+            for line in lines(seen):
                 tqdm.write(f"  step {row.step}: {line}")
+            self.draw_seen()
         self.skipped = 0 if math.isfinite(row.norm) else self.skipped + 1
         if self.skipped:
             where = nonfinite(loss_and_grads(self.params, x, labels, self.s, self.state.scales, self.key()).grads) or "the loss"
@@ -242,6 +261,12 @@ class Run:
         except (OSError, ImportError) as error:
             drawn = "loss.png is" if a.experts is None else "loss.png or load.png is"
             tqdm.write(f"train_lm.py: {drawn} not written: {error}", file=sys.stderr)
+
+    def draw_seen(self) -> None:
+        try:
+            plot_seen(self.args.out, self.seen)
+        except (OSError, ImportError) as error:
+            tqdm.write(f"train_lm.py: watch.csv or watch.svg is not written: {error}", file=sys.stderr)
 
     def say_load(self) -> None:
         """Print the load of the experts since the last evaluation."""

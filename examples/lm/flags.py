@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="every N steps print norms by block, the largest update over a weight, the noise of gradients, and the errors of a "
-        "recipe; such a step runs its rows once more (default: never)",
+        "recipe, and draw them by path in watch.svg; such a step runs its rows once more (default: never)",
     )
     how.add_argument("--profile", action="store_true", help="print where the time of a step goes, by path, and exit")
     how.add_argument("--check", action="store_true", help="compare one step with plain PyTorch in float64, and exit")

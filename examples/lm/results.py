@@ -1,4 +1,5 @@
-"""The files that a run writes: checkpoint, metrics.csv, loss.png; with experts load.csv and load.png."""
+"""The files that a run writes: checkpoint, metrics.csv, loss.png; with experts load.csv and load.png; with --watch watch.csv and
+watch.svg."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from funcops.trees import tensors, tree_map_tensors
 from lm.model import model
 from lm.ranks import Ranks
 from lm.step import State
+from lm.watched import Seen, picture
 
 ONE, MANY = "checkpoint.safetensors", "checkpoint"  # what one process writes, and several
 RUN = ("step", "settings", "rows")
@@ -184,12 +186,31 @@ def plot(folder: Path, rows: list[Row], baseline: float) -> None:
     _draw(figure, folder / "loss.png")
 
 
+def plot_seen(folder: Path, seen: list[Seen]) -> None:
+    """Write watch.csv and draw watch.svg: the values of the watched steps so far."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "watch.csv", Seen._fields, seen)
+    _draw(picture(seen), folder / "watch.svg")
+
+
+def seen_before(folder: Path, done: int) -> list[Seen]:
+    """The values of the watched steps among the first `done` ones, as watch.csv has them; none without it."""
+    if not (folder / "watch.csv").exists():
+        return []
+    try:
+        with (folder / "watch.csv").open(newline="") as file:
+            rows = [Seen(int(row["step"]), row["what"], row["where"], float(row["value"])) for row in csv.DictReader(file)]
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise RunError(f"--resume: expected watch.csv of this program, got {str(folder)!r} ({_one_line(error)})") from error
+    return [row for row in rows if row.step <= done]
+
+
 def _draw(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
     partial = path.with_name(f"{path.name}.tmp")
     try:
-        figure.savefig(partial, dpi=140, format="png")
+        figure.savefig(partial, dpi=140, format=path.suffix[1:])
         os.replace(partial, path)
     finally:
         pyplot.close(figure)

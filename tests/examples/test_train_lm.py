@@ -1,5 +1,6 @@
 """The promises of examples/train_lm.py, on a tiny model and a small text."""
 
+import csv
 import gzip
 import os
 import re
@@ -37,10 +38,23 @@ def test_trains_and_leaves_its_results(text, tmp_path):
 
 
 WATCHED = ["", "--recipe fp8_block --hidden 64", "--recipe fp8_delayed --hidden 64 --graph"]
-WATCHED += ["--experts 4", "--tied --policy minimal", "--compile"]
+WATCHED += ["--experts 4", "--tied --policy minimal", "--compile", "--experts 4 --dim 64 --hidden 64 --recipe fp8_block"]
 
 
-@pytest.mark.turns("how", every=6)
+def seen_of(folder):
+    with (folder / "watch.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_resumed_run_goes_on_with_its_picture(text, tmp_path):
+    given = (*TINY, "--text", text, "--steps", 6, "--sample", 0, "--watch", 2, "--out", tmp_path)
+    run(*given, "--stop-at", 4)
+    first = seen_of(tmp_path)
+    run(*given, "--resume")
+    assert seen_of(tmp_path)[: len(first)] == first and {row["step"] for row in seen_of(tmp_path)} == {"2", "4", "6"}
+
+
+@pytest.mark.turns("how", every=7)
 @pytest.mark.parametrize("how", WATCHED)
 def test_a_run_that_is_watched_prints_its_values_and_keeps_its_losses(text, tmp_path, how):
     given = (*TINY, "--text", text, "--steps", 4, "--sample", 0, *how.split())
@@ -48,7 +62,14 @@ def test_a_run_that_is_watched_prints_its_values_and_keeps_its_losses(text, tmp_
     lines = re.findall(r"step (\d): (\|y\| of each block \S+ \S+; \|dx\| \S+ \S+|largest update over weight|gradient noise)", said)
     names = ["|y|", "largest", *(["gradient"] * ("--tied" not in how))]
     assert [(step, line.split()[0]) for step, line in lines] == [(step, name) for step in "24" for name in names]
-    assert len(re.findall(r"largest rounding error of (x|w|dy), blocks\.", said)) == 6 * ("--recipe" in how)
+    assert len(re.findall(r"largest rounding error of (x|w|dy|rows), blocks\.", said)) == 6 * ("--recipe" in how)
+    picture = (tmp_path / "watched" / "watch.svg").read_text()
+    shown = {"noise scale", "update over weight", *(["error", "underflow", "saturated", "amax"] * ("--recipe" in how))}
+    assert picture.startswith("<?xml") and all(f"<!-- {what} -->" in picture for what in shown)
+    rows = seen_of(tmp_path / "watched")
+    assert {row["step"] for row in rows} == {"2", "4"} and shown - {"noise scale"} <= {row["what"] for row in rows}
+    operands = {row["where"].split()[0] for row in rows if row["what"] == "error"}
+    assert operands == ({"x", "w", "dy", *(["rows"] if "--experts" in how else [])} if "--recipe" in how else set())
     run(*given, "--out", tmp_path / "plain")
     assert losses(tmp_path / "watched") == losses(tmp_path / "plain")
 
