@@ -1,4 +1,4 @@
-"""Faults of one call of a recorded program: one output of one op, or of one rule, is changed in one element."""
+"""Faults of one call of a recorded program: one output of one op or rule, or one sum of gradients, is changed in one element."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.engine.backend import scopes
-from funcops.engine.program import programs
+from funcops.engine.backend import notes, scopes
+from funcops.engine.program import programs, run
 from funcops.engine.program.rules import Rule
-from funcops.engine.trees import tensors, tree_map
+from funcops.engine.trees import paths, tensors, tree_map
 
 HALF_OF = {"v": "fwd", "d": "dgrad", "q": "wgrad", "a": "recompute"}  # of a local, by the letter of its kind
+SUMMED = re.compile(r"^( *)(\w+) = (\w+ \+ \w+ if type\(.*)$", re.M)  # the gradients of a value with several readers
 CALLED = re.compile(r"\b([fbeyxzsr]\d+)(?:\(| if | else )|else ([fbeyxzsr]\d+)\)")
 
 
@@ -43,12 +44,12 @@ class Plan:
         """Count what this thread runs, if it is the rank with the fault."""
         self.thread = threading.get_ident() if yes else self.thread
 
-    def passed(self, value: Any, half: str) -> Any:
-        """The output, changed if it is the chosen one."""
+    def passed(self, value: Any, half: str, step: str = "") -> Any:
+        """The output, of a step inside of the one that runs if that is named, changed if it is the chosen one."""
         if threading.get_ident() != self.thread or not any(map(_can_change, tensors(value))):
             return value
         label = scopes.label()
-        site = Site(label.path, scopes.RECOMPUTE if label.half == scopes.RECOMPUTE else half)
+        site = Site(label.inside(step, "").path, scopes.RECOMPUTE if label.half == scopes.RECOMPUTE else half)
         self.sites.append(site)
         if len(self.sites) - 1 != self.chosen:
             return value
@@ -82,15 +83,28 @@ def planted(plan: Plan) -> Iterator[Plan]:
     real = programs.compile_source
 
     def compiled(where: str, text: str, names: dict[str, Any]) -> Any:
-        return real(where, text, _wrapped(text, names) if "notes" in names else names)
+        if "notes" not in names:
+            return real(where, text, names)
+        summed = {"summed": lambda value: _plan[-1].passed(value, "dgrad") if _plan else value}
+        return real(where, SUMMED.sub(r"\1\2 = summed(\3)", text), _wrapped(text, names) | summed)
 
+    added, run.add = run.add, lambda *terms: _plan[-1].passed(added(*terms), "wgrad")  # of the uses of a tied param
+    told, notes.tell_by_step = notes.tell_by_step, lambda *given: told(*_by_step(*given))
     programs.compile_source = compiled
     _plan.append(plan)
     try:
         yield plan
     finally:
         _plan.pop()
-        programs.compile_source = real
+        programs.compile_source, run.add, notes.tell_by_step = real, added, told
+
+
+def _by_step(name: str, gradients: Any, under: str = "") -> tuple[Any, ...]:
+    """Gradients of several steps at once, passed to the plan before they are told."""
+    for path, t in paths(gradients).items():
+        if isinstance(t, Tensor):
+            _plan[-1].passed(t, "wgrad", under + path.rpartition(".")[0])
+    return name, gradients, under
 
 
 def _wrapped(text: str, names: dict[str, Any]) -> dict[str, Any]:

@@ -10,25 +10,71 @@ import sys
 from pathlib import Path
 
 import pytest
-from planted_faults import Plan, planted
+import torch
+from planted_faults import Plan, Site, planted
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "meetings"))
 from meeting_features import Meeting
 from meeting_steps import of_rank
 
-from funcops import compare, recording
+from funcops import (
+    AddConfig,
+    ChainConfig,
+    LinearConfig,
+    ParallelConfig,
+    RopeConfig,
+    Step,
+    add,
+    chain,
+    compare,
+    linear,
+    named_scope,
+    parallel,
+    recording,
+    value_and_grad,
+)
+from funcops import random as keys
 from funcops.engine.program import rules
+from funcops.models import DecoderConfig, decoder, decoder_x
 from funcops.testing import run_ranks
 
 MODELS = [
     (), ("moe",), ("lora",), ("packed",), ("window",), ("fp8_current",), ("fp8_delayed",), ("fp8_block",), ("mxfp8",), ("nvfp4",),
     ("tp",), ("sp",), ("cp",), ("ep",), ("zero3",), ("pipeline",), ("save_all",), ("recompute_norms",), ("minimal",), ("compress",),
     ("recompute",), ("delayed",), ("donate",), ("differentiable",), ("moe", "lora"), ("fp8_current", "lora", "tp"),
-    ("packed", "minimal", "moe"), ("delayed", "donate", "mxfp8"),
+    ("packed", "minimal", "moe"), ("delayed", "donate", "mxfp8"), ("batch",), ("zero3", "moe"), ("tied",),
 ]  # fmt: skip
 SIZES = (None, 1e-6, 1e-3, 0.1)  # None: one unit in the last place
 EACH, FIRST = 18, ((), ("moe", "lora"), ("fp8_current", "lora", "tp"))
 CASES = [pytest.param(model, EACH, id="-".join(model) or "decoder", marks=pytest.mark.slow) for model in MODELS]
+
+
+class Tied:
+    """A decoder whose head is its embedding, and an input with several readers: gradients that are summed."""
+
+    mesh = {}
+
+    def __init__(self):
+        kinds = dict(layers=2, heads=2, kv_heads=1, head_size=16, hidden=48, context=8, rope=RopeConfig(16), tied=True)
+        sizes = DecoderConfig(vocab=32, dim=32, **kinds)
+        ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+        self.x = decoder_x(sizes, ids, torch.float32, labels=ids.roll(-1, 1))
+        self.model = decoder(sizes, loss=True)
+        self.params = chain.init(self.model, key=keys.key(0))
+        branches = tuple(Step(name, linear, LinearConfig(8, 8)) for name in "ab")
+        steps = (Step("fan", parallel, ParallelConfig(branches=branches)), Step("sum", add, AddConfig()))
+        self.fan = ChainConfig(steps=(Step("first", linear, LinearConfig(8, 8)), *steps))
+        self.weights = chain.init(self.fan, key=keys.key(1))
+
+    def step(self):
+        value_and_grad(chain)(self.params, self.x, self.model)
+        with named_scope("fan"):
+            y, residuals = chain.fwd(self.weights, torch.linspace(-1, 1, 16).view(2, 8), self.fan)
+            chain.bwd(residuals, y, self.fan)
+
+
+def step_of(meeting, mesh):
+    return meeting.step() if isinstance(meeting, Tied) else of_rank(meeting, mesh)
 
 
 def ran(meeting, plan, rank):
@@ -39,7 +85,7 @@ def ran(meeting, plan, rank):
         number = 0 if mesh is None else mesh.rank
         plan.follow(number == rank)
         with recording() as found[number]:
-            of_rank(meeting, mesh)
+            step_of(meeting, mesh)
 
     with planted(plan):
         run_ranks({"tp": 1, **meeting.mesh}, one) if meeting.mesh else one(None)
@@ -49,7 +95,7 @@ def ran(meeting, plan, rank):
 @functools.cache
 def reference(model):
     """A run without a fault, for each rank the sites of faults, and whether a second run equals it."""
-    meeting = Meeting(*model)
+    meeting = Tied() if model == ("tied",) else Meeting(*model)
     ran(meeting, Plan(), 0)  # what is made once for all runs, such as first amaxes
     ranks = max(1, functools.reduce(lambda a, b: a * b, meeting.mesh.values(), 1))
     plans = [Plan() for _ in range(ranks)]
@@ -92,6 +138,15 @@ def test_a_fault_of_a_fused_call_is_found_at_that_call(model, monkeypatch):
     assert any("+" in site.path for site in found[2][0])
     wrong = of_reference(*found, model, EACH, 1)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("place", ["embed: wgrad, tied.weight", "blocks.1.attn.qkv.v.proj: dgrad, sum", "fan.fan.b: dgrad, sum"])
+def test_sums_of_gradients_are_values_of_their_own(place):
+    """A tied param has one, and a value with several readers: the last output at that path and half is changed."""
+    meeting, want, (sites,) = reference(("tied",))
+    path, half = place.split(", ")[0].split(": ")
+    got = ran(meeting, Plan(max(i for i, site in enumerate(sites) if site == Site(path, half)), 1e-3), 0)
+    assert compare(want, got).first.place == place
 
 
 def test_there_are_enough_faults():

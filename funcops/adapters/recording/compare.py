@@ -17,8 +17,8 @@ GROWS = 4.0  # times the largest error before it
 
 class Difference(NamedTuple):
     """A value of both runs, `a` and `b`, that differs. `error`: |a - b| / |a| in the 2-norm, estimated from the sketches within a
-    factor of two or so; infinite if the shapes differ, or
-    something is not finite. `rank`: whose value it is, if there are several."""
+    factor of two or so; infinite if the shapes differ, or something is not finite. `rank`: whose value it is, if there are
+    several."""
 
     a: Recorded
     b: Recorded

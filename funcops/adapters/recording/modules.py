@@ -14,7 +14,8 @@ from funcops.engine.backend import notes, scopes
 
 @contextmanager
 def told_by_hooks(module: torch.nn.Module) -> Iterator[None]:
-    """A block in which every part of a module tells its y, its dy and dx, and the gradients of its own parameters."""
+    """A block in which every part of a module tells its y, its dy and dx, and the gradients of its own parameters; of a part that
+    gives neither a tensor nor a tuple, torch's hooks see no dy and dx."""
     handles: list[Any] = []
     try:
         for path, part in module.named_modules():
@@ -25,6 +26,8 @@ def told_by_hooks(module: torch.nn.Module) -> Iterator[None]:
         with warnings.catch_warnings():
             # torch warns where no input of a part requires a gradient: then it has no dx
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            # and where a part gives an object of its own, whose parts tell their gradients
+            warnings.filterwarnings("ignore", message="For backward hooks to be called")
             yield
     finally:
         for handle in handles:

@@ -198,7 +198,8 @@ def recording(
     sketch, in 88 bytes: no value is kept, and none is held longer. It is computed on the value's device, and read at the end of the
     block. `named_scope` names any other part of a run, and `note` tells a value of yours.
 
-    `module`: a torch.nn module, such as a model of transformers, whose parts tell by hooks what they compute, by their paths.
+    `module`: a torch.nn module, such as a model of transformers, whose parts tell by hooks what they compute, by their paths; dy
+    and dx of those alone that give a tensor or a tuple.
     `like`: recordings of all ranks of a run over ranks: of a value that is whole here, each part in the shapes of the ranks is
     digested, too. `stop_at_nonfinite`: raise `NonFiniteError` at the first value that is infinite or NaN, with the step's values
     and residuals; this reads every digest at once, so it waits for the device.

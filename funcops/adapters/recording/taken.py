@@ -40,12 +40,12 @@ class Digests:
         return {device: torch.stack([words for words in self.words if words.device == device]) for device in devices}
 
     def _of(self, told: notes.Told) -> Tensor:
-        """The digest of a value. What a call is given is often the dx that was told before it: then that one's digest."""
+        """The digest of a value. What a call is given is often the dx or sum that was told before it: then that one's digest."""
         value = told.value
         memory = (value.data_ptr(), value.numel(), value.dtype) if value.is_contiguous() else None
         last, where, words = self.last
         # while that tensor lives, its memory is nobody else's, and nothing ran since
         if not told.name.startswith("dy") or memory is None or where != memory or last() is None:
             words = digest(value)
-        self.last = weakref.ref(value), memory if told.name.startswith("dx") else None, words
+        self.last = weakref.ref(value), memory if told.name.startswith(("dx", "sum")) else None, words
         return words

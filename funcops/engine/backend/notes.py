@@ -1,5 +1,4 @@
-"""Values that steps compute, told to whoever asks: inside of a recording, programs are other functions, with a line more for each
-step.
+"""Values that steps compute, told to whoever asks. In a recording programs are other functions, with a line more for each step.
 
 A step's values go through one operator, which computes nothing and writes to a token: so a tracer keeps it and its place, a
 recorder of operators reruns it, and a compiled step has it between its kernels.
@@ -110,16 +109,13 @@ def _told(token: Tensor, values: list[Tensor], paths: list[str], halves: list[st
     outer = scopes._thread.open[-2][0] if len(scopes._thread.open) > 1 else scopes.Label()
     found = []
     for value, path, half, name in zip(values, paths, halves, names, strict=True):
-        where = inner.path if not path else outer.inside(path, "").path if path[0] != "<" else _before(outer.path, path[1:])
+        # a layer's number is the last part of its path
+        around = outer if path[:1] != "<" else outer._replace(path=re.sub(r"\d+$", lambda one: str(int(one[0]) - 1), outer.path))
+        where = around.inside(path.lstrip("<"), "").path if path else inner.path
         half = scopes.RECOMPUTE if inner.half == scopes.RECOMPUTE else half or inner.half
         found.append(Told(where, half, name, value, inner.path))
     for take in thread.captured or tuple(takers):
         take(found, thread.kept)
-
-
-def _before(layer: str, path: str) -> str:
-    """A path in the layer before this one."""
-    return re.sub(r"\d+$", lambda found: str(int(found[0]) - 1), layer) + f".{path}"
 
 
 _operators = torch.library.Library("funcops", "FRAGMENT")

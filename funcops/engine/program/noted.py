@@ -1,7 +1,8 @@
 """The values that a row's call reads and writes, as the line of a recorded program that tells them (`backend/notes.py`).
 
 A value has one name however it was computed: y of the call that writes it; dy, what a call's backward is given; dx of the call
-that reads it; dparams, or sums if they were added to accumulators. What several calls run by a rule is told by the calls whose
+that reads it; dparams, or sums if they were added to accumulators. Gradients of a value with several readers are told as they are
+added: `sum`, at the reader whose dx is added; and `tied`, of a param. What several calls run by a rule is told by the calls whose
 values these are: both variants of a program tell the same.
 """
 
@@ -43,8 +44,8 @@ def noted(row: Row, half: str | None, begins: Call | None) -> tuple[list[str], l
         test = row.writes[0]
     elif row.kind == "settle":
         after = [_item(_read_by(row.of), "dgrad", "dx", row.writes[0])]
-    elif row.kind == "sum" and isinstance(row.of, Call):
-        after = [_item(None, "dgrad", "dx", row.writes[0])]
+    elif row.kind == "sum":
+        after = [_item(None, "dgrad", "dx" if isinstance(row.of, Call) else "sum", row.writes[0])]
     elif row.kind in (*GIVEN, *OTHERS):
         given = row.reads[1:2] if row.kind in GIVEN else ()
         before = [_item(None, "dgrad", "dy", name) for name in given if name != "None"]
@@ -62,10 +63,10 @@ def _item(path: str | None, half: str, name: str, value: str) -> str:
 
 def _tells(call: Call) -> bool:
     """Whether the programs of a call's parts tell the gradients of its params."""
-    if not isinstance(call.cfg, Composite):
-        return False
     # a part that is wrapped, as by a policy, runs the program of its config all the same
-    return all([op.lower is not None or isinstance(cfg, Composite) for _, op, cfg in call.cfg.parts()])
+    return isinstance(call.cfg, Composite) and all(
+        [op.lower is not None or isinstance(cfg, Composite) for _, op, cfg in call.cfg.parts()]
+    )
 
 
 def _of_weights(call: Call, path: str | None, value: str) -> str:

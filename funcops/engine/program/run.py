@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from funcops.engine.backend import notes, scopes
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.contract.schema import Donated, Saved, open_node
@@ -58,6 +59,8 @@ def collected(dparams: Any, ties: Iterable[tuple[str, str]]) -> Any:
     for path, source in ties:
         total = add(at(dparams, source), at(dparams, path))
         dparams = put(put(dparams, source, total), path, None)
+        if scopes.on == scopes.NOTED:
+            notes.tell([(source.rpartition(".")[0], "wgrad", f"tied.{source.rpartition('.')[2]}", total)])
     return dparams
 
 
