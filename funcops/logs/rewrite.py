@@ -54,8 +54,8 @@ def with_logs(cfg: Any, logs: Mapping[str, tuple[str, ...]], *, runs: int = 1) -
     backwards into the same accumulators keep their values apart, such as the microbatches of a step.
 
     A logged step runs as one call of its own: rules of fusion do not join it with its neighbours, and a chain does not recompute
-    its y. Its params have one more leaf, `logs`, which `logs_init` makes, and its residuals are at `body`; paths of params stay.
-    With `dw_norm` a backward with `into` adds a step's gradient once it is complete.
+    its y. Its params have one more leaf, `logs`, which `logs_init` makes, and a report has its residuals at `body`; paths of
+    params, and of a policy's rules, stay. With `dw_norm` a backward with `into` adds a step's gradient once it is complete.
 
     Raises `ValueError` for a glob that matches no step, a name that a step does not have, a repeat (log its body), another value
     of a step that runs as one with its loss, and a step inside another combinator, such as `interleave` or `zero3`, which divides

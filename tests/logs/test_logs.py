@@ -9,12 +9,14 @@ import torch
 from funcops import (
     ActivationConfig,
     ChainConfig,
+    Compress,
     CrossEntropyConfig,
     EmbeddingConfig,
     InterleaveConfig,
     LinearConfig,
     Needs,
     ParallelConfig,
+    Policy,
     RepeatConfig,
     RMSNormConfig,
     SkipConfig,
@@ -484,3 +486,14 @@ def test_residuals_of_a_logged_step_are_reported_and_guarded():
         params["head"].weight.mul_(1)
         with pytest.raises(RuntimeError, match=r"head.*weight"):
             chain.bwd(residuals, torch.ones_like(y), cfg)
+
+
+def test_a_policys_rules_are_as_without_logs():
+    """By the same paths, of which a report has those of a logged step at its body."""
+    steps = (Step("up", linear, LinearConfig(8, 8)), Step("act", activation, ActivationConfig("gelu")))
+    plain = ChainConfig(steps=(*steps, Step("down", linear, LinearConfig(8, 8))))
+    params, x = drawn(plain), torch.ones(64, 8, dtype=D)
+    for cfg, path in ((plain, "act.x"), (with_logs(plain, {"act": ("dx_norm",)}), "act.body.x")):
+        own = params if cfg is plain else logs_init(params, cfg)
+        kept = report(with_policy(chain, Policy({"act.x": Compress("fp8")})).fwd(own, x, cfg)[1], own, x)
+        assert [row.path for row in kept.rows if "fp8" in str(row.dtype)] == [path]
