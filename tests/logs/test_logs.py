@@ -489,7 +489,7 @@ def test_residuals_of_a_logged_step_are_reported_and_guarded():
 
 
 def test_a_policys_rules_are_as_without_logs():
-    """By the same paths; a report names the residuals of a logged step by its body."""
+    """Their paths stay, while a report names the residuals of a logged step by its body."""
     steps = (Step("up", linear, LinearConfig(8, 8)), Step("act", activation, ActivationConfig("gelu")))
     plain = ChainConfig(steps=(*steps, Step("down", linear, LinearConfig(8, 8))))
     params, x = drawn(plain), torch.ones(64, 8, dtype=D)

@@ -9,6 +9,7 @@ from funcops import (
     ExpertsConfig,
     GroupedLinearConfig,
     LinearConfig,
+    LinearParams,
     QLinearConfig,
     RopeConfig,
     RouteConfig,
@@ -27,6 +28,7 @@ from funcops.library.ops.qlinear import qlinear
 from funcops.logs import LoggedConfig, logged, logs_init, split_logs, with_logs
 from funcops.logs.logged import holding
 from funcops.low_precision import (
+    NVFP4,
     Fp8Block,
     Fp8Current,
     quantize_params,
@@ -143,6 +145,33 @@ def test_ranks_have_the_numbers_of_their_parts(recipe, sequence, kind):
         for what in ("underflow", "saturated"):
             mean = torch.stack([one[f"{name}_{what}"] for one in ranks]).mean()
             torch.testing.assert_close(mean, want[f"{name}_{what}"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("kind", "sequence"), [("column", False), ("row", True), ("row", False)])
+def test_ranks_round_stochastically_as_their_products_do(kind, sequence):
+    """With a weight of ones on the diagonal, dx is dy as it was rounded."""
+    size, column = 2 * D, kind == "column"
+    dy, whole = torch.randn(size, size, generator=torch.Generator().manual_seed(0)), torch.eye(size)
+
+    def run(mesh):
+        axis = mesh["tp"]
+        made = dist.ColumnQLinearConfig if column else dist.RowQLinearConfig
+        own = made(size, size, recipe=NVFP4(), bias=False, axis=axis, sequence_parallel=sequence)
+        held = LinearParams(whole.chunk(2, 0 if column else 1)[axis.rank].contiguous(), None)
+        work = quantize_params(held, own, dtype=torch.float32, key=random.key(3))
+        given = dy.chunk(2, 1)[axis.rank] if column else dy.chunk(2, 0)[axis.rank] if sequence else dy
+        logging = LoggedConfig(dist.column_qlinear if column else dist.row_qlinear, own, ("dy_error",))
+        x = torch.ones(size, size if column else D)
+        _, residuals = logged.fwd(holding(work, torch.zeros(logging.shape), logging), x, logging)
+        dparams, dx = logged.bwd(residuals, given.contiguous(), logging)
+        return dx, dparams.logs[0, 1]
+
+    (first, one), (second, other) = run_ranks({"tp": 2}, run)
+    rounded = first if column else torch.cat((first, second), 1)
+    parts = [slice(None)] * 2 if kind == "row" and not sequence else [slice(D), slice(D, size)]
+    for part, error in zip(parts, (one, other), strict=True):
+        at = (slice(None), part) if column else (part,)
+        torch.testing.assert_close(error, (rounded[at] - dy[at]).norm() / dy[at].norm())
 
 
 SIZES = DecoderConfig(

@@ -23,9 +23,9 @@ from funcops import (
     softcap,
     vjp,
 )
-from funcops.engine.backend.aot import name_of
 from funcops.engine.program import programs
 from funcops.models import decoder
+from funcops.testing.aot import name_of
 
 SMALL = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 4)), Step("cap", softcap, SoftcapConfig(30.0))))
 WAYS = {
