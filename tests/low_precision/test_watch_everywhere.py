@@ -149,7 +149,7 @@ def test_ranks_have_the_numbers_of_their_parts(recipe, sequence, kind):
 
 @pytest.mark.parametrize(("kind", "sequence"), [("column", False), ("row", True), ("row", False)])
 def test_ranks_round_stochastically_as_their_products_do(kind, sequence):
-    """With a weight of ones on the diagonal, dx is dy as it was rounded."""
+    """With a weight of ones on the diagonal, dx is the rounded dy."""
     size, column = 2 * D, kind == "column"
     dy, whole = torch.randn(size, size, generator=torch.Generator().manual_seed(0)), torch.eye(size)
 
