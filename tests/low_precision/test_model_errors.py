@@ -249,7 +249,7 @@ def test_the_table_the_picture_and_over_go_by_what_is_added(tmp_path):
     assert [row._replace(adds=None) for row in found.rows] == alone.rows
     lines, first = str(found).splitlines(), found.rows[0]
     assert lines[0].split("  ")[-1].strip() == "adds by dw" and lines[1].endswith(f"{first.adds.dw:.2%}")
-    assert lines[-1].startswith(f"2 linear layers in Fp8Current: the gradients' error is {found.total.gradients:.1%} (")
+    assert lines[-2].startswith(f"2 linear layers in Fp8Current: the gradients' error is {found.total.gradients:.1%} (")
     assert found.dicts()[0]["adds.y"] == first.adds.y and "adds.y" not in alone.dicts()[0]
     small, large = sorted(found.rows, key=lambda row: row.adds.error)
     assert found.over((small.adds.error + large.adds.error) / 2) == (large.step,) and found.worst(1) == [large]
