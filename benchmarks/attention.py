@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernel_call import KernelCall, Maker, Prepared, direct, gradient
-from funcops.library.kernels import attention, scored_attention, slot_attention
+from benchmarks.measure import BenchError
+from funcops.library.kernels import attention, cudnn_attention, scored_attention, slot_attention
 
 
 def of_attention(make: Maker) -> Iterator[KernelCall]:
@@ -45,8 +46,8 @@ def of_attention(make: Maker) -> Iterator[KernelCall]:
 
 
 def of_library_attention(make: Maker) -> Iterator[KernelCall]:
-    """Causal attention of `bench step`, of Llama-3-8B at 4,096 tokens, and of heads of 64: ours, torch's by its own choice
-    ("torch"), and torch's by each of its kernels ("flash", "cudnn")."""
+    """Causal attention of `bench step`, of Llama-3-8B at 4,096 tokens, and of heads of 64: ours, ours by cuDNN ("funcops_cudnn"),
+    torch's by its own choice ("torch"), and torch's by each of its kernels ("flash", "cudnn")."""
     for batch, length, heads, kv_heads, size in ((16, 1024, 12, 4, 128), (2, 4096, 32, 8, 128), (8, 2048, 16, 16, 64)):
         (length, _), kv_heads = make.sizes(length, 16), max(1, kv_heads // make.shrink)
         heads = kv_heads * (heads // kv_heads) if make.shrink == 1 else 2 * kv_heads
@@ -58,7 +59,7 @@ def of_library_attention(make: Maker) -> Iterator[KernelCall]:
             (attention.attention_fwd, (q, k, v), _forward_by, flops),
             (attention.attention_bwd, (dy, q, k, v, out, lse), _backward_by, 2.5 * flops),
         ):
-            others = tuple((name, prepared(way)) for name, way in ways.items())
+            others = *((name, prepared(way)) for name, way in ways.items()), ("funcops_cudnn", _ours_by_cudnn(kernel))
             call, terms = (*args, True, scale), size + length
             yield KernelCall(kernel, shape, call, torch=prepared(None), flops=cost, length=terms, others=others)
 
@@ -87,6 +88,24 @@ def _backward_by(way: SDPBackend | None) -> Prepared:
     def prepare(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Callable[[], Any]:
         with _by(way):
             return gradient(_causal, wrt=3)(dy, q, k, v)
+
+    return prepare
+
+
+def _ours_by_cudnn(kernel: Any) -> Prepared:
+    """Raises `BenchError` where flash attention would compute the call."""
+
+    def prepare(*args: Any) -> Callable[[], Any]:
+        first = int(kernel is attention.attention_bwd)  # after dy
+        heads, causal = [t.transpose(1, 2) for t in args[first : first + 3]], args[-2]
+
+        def call() -> Any:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                if not cudnn_attention.cudnn_serves(*heads, causal):
+                    raise BenchError("torch's chooser does not take cuDNN for this call")
+                return kernel(*args)
+
+        return call
 
     return prepare
 

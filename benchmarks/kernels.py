@@ -36,7 +36,7 @@ from funcops.library.kernels import grouped, grouped_scaled
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NOT_MEASURED: Any = (math.nan,) * 9
-PROVIDERS = ("funcops", "triton", "torch", "torch.compile", "liger", "cublas", "flash", "cudnn")
+PROVIDERS = ("funcops", "triton", "torch", "torch.compile", "liger", "cublas", "flash", "cudnn", "funcops_cudnn")
 ORDER = (  # in which kernels are measured: what a user runs by default comes first
     *("adamw", "*norm_[fb]wd*", "cross_entropy_*", "attention_*", "slot_*", "scored_*", "experts_*", "route_*", "grouped_*"),
     *("*quantize*", "*"),

@@ -1,13 +1,13 @@
 """A whole training step of the example's decoder: forward, backward, clipping, AdamW; against plain PyTorch.
 
-Every provider does the same work in the same precision. With bfloat16 the master weights, the gradients that are clipped
-and AdamW are float32: funcops casts its params tree; the plain version keeps a bfloat16 copy of the module, written by one
+Every provider does the same work in the same precision. With bfloat16 the master weights, the gradients that are clipped and
+AdamW are float32: funcops casts its params tree; the plain version keeps a bfloat16 copy of the module, written by one
 `_foreach_copy_` a step, which is faster on CPU than autocast. PyTorch runs `F.rms_norm`, SDPA, rotation tables made once,
 `clip_grad_norm_(foreach=True)` and `AdamW(fused=True)`. "funcops" runs its norms and GLUs twice, as a chain does by default;
-"save_all" keeps what PyTorch keeps, and computes nothing twice; "unfused" is the first with `fuse=False`; "packed" has the weights
-of q, k and v in one memory (`pack_qkv`), and "graphed" is a CUDA graph of the whole packed step; "compiled" has forward and
-backward in one graph of torch.compile, as "torch.compile" has the plain model's. If jax and optax are installed, they jit the same
-step (`jax_step`).
+"save_all" keeps what PyTorch keeps, and computes nothing twice; "unfused" is the first with `fuse=False`; "packed" has the
+weights of q, k and v in one memory (`pack_qkv`), and "graphed" is a CUDA graph of the whole packed step; "cudnn" is the first
+with cuDNN's attention; "compiled" has forward and backward in one graph of torch.compile, as "torch.compile" has the plain
+model's. If jax and optax are installed, they jit the same step (`jax_step`).
 
 Steps without a compiler are measured first, in every dtype, and profiled with `--profile`; then compiled steps, which take most of
 the time, in turns with the steps that they are compared with. `--part` takes one of the two alone. `--seconds` bounds the time:
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import moe_step
 from benchmarks.jax_step import jax_step
@@ -51,11 +52,11 @@ LARGE, LARGE_ROUNDS = Sizes(dim=1536, layers=4, heads=12, kv_heads=4, hidden=409
 ROUNDS, FEWEST = 40, 3
 SECONDS = 110.0  # for all steps; the rounds of one group get a twentieth
 PARTS = ("all", "eager", "compiled")
-EAGER = "funcops", "funcops, save_all", "funcops, unfused", "funcops, packed", "torch eager", "funcops, graphed"
+EAGER = "funcops", "funcops, save_all", "funcops, unfused", "funcops, packed", "torch eager", "funcops, cudnn", "funcops, graphed"
 COMPILED = "torch.compile", "funcops, compiled"
 COMPARED = "funcops", "funcops, save_all", "funcops, graphed", "jax, jitted"
 PAIRS = (
-    *itertools.product(("funcops",), ("funcops, unfused", "funcops, packed", "funcops, graphed")),
+    *itertools.product(("funcops",), ("funcops, unfused", "funcops, packed", "funcops, cudnn", "funcops, graphed")),
     *itertools.product(("funcops", "funcops, save_all", "funcops, graphed"), ("torch eager", "torch.compile")),
     ("funcops, compiled", "torch.compile"),
     *itertools.product(("funcops", "funcops, compiled"), ("jax, jitted",)),
@@ -109,6 +110,16 @@ def funcops_step(
 
     captures = functools.cache(lambda: graphed(step, *given, inputs=dict.fromkeys("012", "donated")) if captured else step)
     return lambda: captures()(*given)
+
+
+def by_cudnn(step: Step) -> Step:
+    """The step with flash attention forbidden: cuDNN's takes its place where torch's chooser allows."""
+
+    def run() -> Any:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return step()
+
+    return run
 
 
 def unfused(cfg: Any) -> Any:
@@ -170,8 +181,8 @@ def steps(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> dict[str, St
         "funcops, unfused": ours(fuse=False),
         "funcops, packed": ours(packed=True),
         "torch eager": torch_step(module, x, labels, dtype),
-        # a CPU has no graphs: there the step would be recorded, and run as it is
-        **({} if device == "cpu" else {"funcops, graphed": ours(packed=True, captured=True)}),
+        # a CPU has no graphs, nor cuDNN: there the step would be recorded, and run as it is
+        **({} if device == "cpu" else {"funcops, cudnn": by_cudnn(ours()), "funcops, graphed": ours(packed=True, captured=True)}),
         "torch.compile": torch_step(module, x, labels, dtype, compiled=True),
         "funcops, compiled": ours(compiled=True),
     } | ({} if jitted is None else {"jax, jitted": jitted})

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from benchmarks.liger import COLUMNS, write_liger_csv
 from benchmarks.measure import write_csv, write_json
 from benchmarks.plot import draw
 from funcops.engine.backend import backend
-from funcops.library.kernels import grouped, grouped_scaled
+from funcops.library.kernels import cudnn_attention, grouped, grouped_scaled
 from funcops.testing.tolerances import FACTOR, ROUNDOFF, assert_close
 
 pytest.importorskip("triton")
@@ -80,11 +81,21 @@ def test_every_call_measures(i, monkeypatch):
 
 
 def test_the_librarys_attention_is_measured_beside_torchs_own_choice(monkeypatch):
-    """And by two of torch's kernels, of which the CPU has one. Rows are known by the file that chooses the library's function."""
+    """Two of torch's kernels, of which the CPU has one, and ours by cuDNN, for which no other kernel may stand. Rows are known by
+    the file that chooses the library's function."""
     monkeypatch.setattr(kernels, "MOST_COPIES", 1)
     for call in itertools.islice(of_library_attention(Maker("cpu", torch.float32, shrink=4096)), 2):
-        rows = {row.provider: row for row in measured(call, torch.float32, kernels.PROVIDERS[:1] + ("torch", "flash", "cudnn"))}
-        assert call.name in ("attention_fwd", "attention_bwd") and set(rows) == {"funcops", "torch", "flash", "cudnn"}
+        providers = ("funcops", "torch", "flash", "cudnn", "funcops_cudnn")
+        rows = {row.provider: row for row in measured(call, torch.float32, providers)}
+        assert call.name in ("attention_fwd", "attention_bwd") and set(rows) == set(providers) <= set(kernels.PROVIDERS)
+        assert rows["funcops_cudnn"].note == "failed: BenchError: torch's chooser does not take cuDNN for this call"
+        with monkeypatch.context() as patch:
+            patch.setattr(cudnn_attention, "cudnn_serves", serves := Mock(return_value=True))
+            (row,) = measured(call, torch.float32, ("funcops_cudnn",))
+        *heads, causal = serves.call_args_list[0].args
+        given = call.args[1:4] if call.name == "attention_bwd" else call.args[:3]
+        assert row.device_us > 0 and causal is True
+        assert all(t.equal(one.transpose(1, 2)) for t, one in zip(heads, given, strict=True))
         assert rows["funcops"].error < FACTOR[torch.float32] * ROUNDOFF[torch.float32] and rows["torch"].tflop_per_s > 0
         assert rows["cudnn"].note.startswith("failed: ") and not rows["flash"].note.startswith("failed")
         want = call.torch(*call.args)()

@@ -1,5 +1,7 @@
 """Calls of torch's CUDA attention, and its own rules for them."""
 
+import random
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -38,3 +40,14 @@ def made(make, dtype, b, t, heads, kv_heads, size, layout):
         parts = make(b, t, (heads + 2 * kv_heads) * size).to(dtype).split([n * size for n in (heads, kv_heads, kv_heads)], -1)
         return [part.unflatten(-1, (-1, size)) for part in parts]
     return [LAYOUTS.get(layout, lambda t: t)(make(b, t, n, size).to(dtype)) for n in (heads, kv_heads, kv_heads)]
+
+
+def drawn(seed, n):
+    """Sizes, a layout and whether rows see all keys, of n calls."""
+    draw = random.Random(seed)
+    for _ in range(n):
+        kv_heads = draw.choice((1, 2, 3))
+        heads, t = kv_heads * draw.choice((1, 2, 4)), draw.choice((1, 5, 33))
+        size = draw.choice((draw.randint(1, 320), 8 * draw.randint(1, 40), 64, 128, 256, 264))
+        layout = draw.choice(["contiguous", "packed", *LAYOUTS])
+        yield draw.randint(1, 2), t, heads, kv_heads, size, layout, draw.random() < 0.5

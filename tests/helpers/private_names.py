@@ -87,6 +87,10 @@ _under("torch.", "_scaled_dot_product_flash_attention_for_cpu", FLASH)
 _under("torch.ops.aten.", "_flash_attention_forward _flash_attention_backward", FLASH)
 _under("torch.ops.aten._scaled_dot_product_", "efficient_attention efficient_attention_backward flash_attention", FLASH)
 _under("torch.ops.aten._scaled_dot_product_flash_attention_", "backward for_cpu for_cpu_backward", FLASH)
+_under("torch.ops.aten._scaled_dot_product_", "cudnn_attention cudnn_attention_backward", FLASH)
+_under(
+    "torch.", "_fused_sdp_choice", "the chooser itself: public is whether a kernel can be used, not which is; asked of a stand-in"
+)
 _under("torch.ops.aten.", "_softmax_backward_data", "the backward that torch.softmax itself runs; tested against the formula")
 _under("torch.ops.", "_c10d_functional", C10D)
 _under("torch.ops.aten.", "_to_copy", "the operator of every cast in a trace, compared and never called; without it casts are left")
@@ -96,6 +100,7 @@ _under(
     "_nn",
     "the home of torch.nn.functional's native functions, which cost less than those; each is compared with its operator",
 )
+_under("torch._C.", "_get_sdp_priority_order", "public only as sdpa_kernel(set_priority=True), which sets it")
 _under("torch._C.", "_is_any_autocast_enabled _len_torch_dispatch_stack _get_dispatch_stack_at _get_tracing_state", HOST)
 _under("torch._C.", "_functorch.maybe_current_level _nn.silu _cuda_getCurrentRawStream", HOST)
 _under("torch._C._functorch.", "is_batchedtensor is_legacy_batchedtensor is_functorch_wrapped_tensor", FUNCTORCH)

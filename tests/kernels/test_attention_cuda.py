@@ -1,16 +1,14 @@
 """Attention calls torch's CUDA kernels with arguments that they take: every call is checked against the rules of torch's
 sources; and numbers, with the CPU's kernel in place of CUDA's."""
 
-import random
-
 import pytest
 import torch
-from attention_calls import made, on_cuda, refused
+from attention_calls import drawn, made, on_cuda, refused
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops.library.kernels import attention
+from funcops.library.kernels import attention, attention_ways
 from funcops.library.kernels.attention import attention_bwd, attention_fwd, cuda_bwd, cuda_fwd
 from funcops.testing.laws import LAYOUTS
 from funcops.testing.tolerances import assert_close
@@ -50,16 +48,6 @@ class Rules(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def drawn(seed, n):
-    draw = random.Random(seed)
-    for _ in range(n):
-        kv_heads = draw.choice((1, 2, 3))
-        heads, t = kv_heads * draw.choice((1, 2, 4)), draw.choice((1, 5, 33))
-        size = draw.choice((draw.randint(1, 320), 8 * draw.randint(1, 40), 64, 128, 256, 264))
-        layout = draw.choice(["contiguous", "packed", *LAYOUTS])
-        yield draw.randint(1, 2), t, heads, kv_heads, size, layout, draw.random() < 0.5
-
-
 @pytest.mark.turns("dtype")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_call_is_one_that_the_device_takes(dtype):
@@ -97,7 +85,7 @@ def stands_in(kernel):
         assert not refused(kernel, q, k, v, y, dy)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, y, lse, 0.0, causal, scale=scale)
 
-    return attention._Pair(forward, backward)
+    return attention_ways.Pair(forward, backward)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -131,7 +119,7 @@ def opaque(kernel):
     made = [torch.library.custom_op(f"{name}_{f.__name__}", f, mutates_args=()) for f in (forward, backward)]
     made[0].register_fake(lambda q, k, v, *_: (torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)))
     made[1].register_fake(lambda dy, q, k, v, *_: tuple(torch.empty_like(t) for t in (q, k, v)))
-    return attention._Pair(*made)
+    return attention_ways.Pair(*made)
 
 
 @pytest.fixture(scope="module")

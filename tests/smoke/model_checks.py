@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from checks import SmokeDevice, check, same
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from funcops import (
     AttentionConfig,
@@ -28,6 +30,7 @@ from funcops.dist import Axis, ColumnLinearConfig, RowLinearConfig, column_linea
 from funcops.distributed import comm
 from funcops.engine.backend import backend
 from funcops.engine.trees import tree_map_tensors
+from funcops.library.kernels.cudnn_attention import cudnn_serves
 from funcops.models import DecoderConfig, LatentConfig, MoEConfig, cache_init, decode, decoder, decoder_x
 from funcops.testing.tolerances import assert_close
 
@@ -54,6 +57,31 @@ def decoding_gives_the_logits_of_the_cpu(on: SmokeDevice) -> Any:
             found.append(torch.cat(logits, 1))
         assert_close(found[1], found[0], dtype=torch.float32, length=96)
     return {}
+
+
+@check
+def attention_by_cudnn_is_that_of_the_formula(on: SmokeDevice) -> Any:
+    """It runs by request: lengths that 128 does not divide, grouped heads, rows whose exponentials are 0 in float32, q, k and v in
+    one memory, and gradients of heads that lie apart. The result says how many calls cuDNN took."""
+    served = []
+    for length, causal, packed in itertools.product((64, 192, 256, 704) if on.real else (8,), (True, False), (True, False)):
+        whole = on.randn(2, length, 8 * 64, seed=length).bfloat16()
+        whole[:, ::3, :256], whole[..., 256:384] = 4.0, 0.1 * whole[..., 256:384] - 4.0
+        q, k, v = (t.unflatten(-1, (-1, 64)) for t in whole.split([256, 128, 128], -1))
+        q, k, v = (q, k, v) if packed else (t.contiguous() for t in (q, k, v))
+        dy, cfg = on.randn(2, 4, length, 64, seed=1).bfloat16().transpose(1, 2), AttentionConfig(causal=causal)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            served.append(cudnn_serves(*(t.transpose(1, 2) for t in (q, k, v)), causal))
+            y, kept = attention.fwd(None, (q, k, v), cfg)
+            found = attention.bwd(kept, dy, cfg)[1]
+        assert kept is not None and (kept.logsumexp < -88.7).any() and all(t.isfinite().all() for t in (y, *found))
+        exact = [t.double().requires_grad_() for t in (q, k, v)]
+        mask = torch.full((length, length), -torch.inf if causal else 0.0, device=on.device).triu(1)
+        heads = [exact[0].transpose(1, 2), *(t.transpose(1, 2).repeat_interleave(2, 1) for t in exact[1:])]
+        want = ((heads[0] @ heads[1].mT / 8 + mask).softmax(-1) @ heads[2]).transpose(1, 2)
+        want.backward(dy.double())
+        assert_close((y, *found), (want.detach(), *(t.grad for t in exact)), dtype=torch.bfloat16, length=length)
+    return {"by cuDNN": sum(served), "calls": len(served)}
 
 
 def rows_of_attention(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, row: int, window: int) -> tuple[Tensor, Tensor]:

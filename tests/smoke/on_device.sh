@@ -36,7 +36,7 @@ bench() { # NAME SECONDS BENCH ARGUMENTS...
 
 kernels() { # SECONDS OWN: in the order of what a user runs by default, without those that have a row in their present form
   bench kernels "$1" kernels --seconds "$2" --changed "$RESULTS/kernels.json" --json "$RESULTS/kernels.json" \
-    --providers funcops torch liger cublas flash cudnn --jobs 8
+    --providers funcops torch liger cublas flash cudnn funcops_cudnn --jobs 8
 }
 
 first() { # kernels that never ran come first, a profile before the compiler, and last what runs by request and may hang the device

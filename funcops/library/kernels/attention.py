@@ -1,22 +1,24 @@
 """Attention on torch's own kernels, with logsumexp as a value. q: [B, T, H, D]; k, v: [B, S, K, D]; out: [B, T, H, D].
 
-CPU: aten's flash kernel (any float dtype). CUDA: flash attention for 16-bit with D up to 256, memory-efficient attention for
-float32 and for longer heads, plain products for float64 (`way`). logsumexp has the layout of the kernel that made it. No [T, S]
-matrix is saved. On CUDA the head size of v may differ from q's and k's; flash attention takes q shorter than k: the last row sees
-all keys. Which kernel serves which options is decided at the end of this file (`attend_fwd`); docs/kernels.md has the table.
+CPU: aten's flash kernel (any float dtype). CUDA: flash attention, or cuDNN's (`cudnn_serves`), for 16-bit with D up to 256,
+memory-efficient attention for float32 and for longer heads, plain products for float64 (`way`). logsumexp has the layout of the
+kernel that made it. No [T, S] matrix is saved. On CUDA the head size of v may differ from q's and k's; flash attention takes q
+shorter than k: the last row sees all keys. Which kernel serves which options is decided at the end of this file (`attend_fwd`);
+docs/kernels.md has the table.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from funcops.engine.backend import kernel, operators, tracing
 from funcops.engine.backend.once import once
+from funcops.library.kernels.attention_ways import VECTOR, WAYS, Pair, Way, way
+from funcops.library.kernels.cudnn_attention import cudnn_serves
 from funcops.library.kernels.scored_attention import (
     Score,
     nothing_to_see,
@@ -30,28 +32,6 @@ Gradients = tuple[Tensor, Tensor, Tensor, Optional[Tensor]]
 _aten = torch.ops.aten
 _compiling = torch.compiler.is_dynamo_compiling
 _cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-VECTOR = 16  # bytes that the CUDA kernels read at a time: heads, strides and addresses are multiples of it
-LONGEST = 256  # the largest head size of flash attention
-LSE_ROWS = 32  # memory-efficient attention pads logsumexp to a multiple of it, with infinity
-
-
-class Way(NamedTuple):
-    """How CUDA computes attention: by "flash", "efficient" or "math"; the head size to which heads are zero-padded; and whether k
-    and v must be repeated to a head for each of q's."""
-
-    kernel: str
-    size: int
-    repeated: bool
-
-
-def way(dtype: torch.dtype, head_size: int) -> Way:
-    """Choose the kernel: both take heads of whole vectors, flash only 16-bit ones of up to 256 elements, neither float64."""
-    if dtype is torch.float64:
-        return Way("math", head_size, True)
-    step = VECTOR // dtype.itemsize
-    size = -(-head_size // step) * step
-    flash = dtype.itemsize == 2 and size <= LONGEST
-    return Way("flash" if flash else "efficient", size, not flash)
 
 
 @kernel(library=True)
@@ -97,7 +77,8 @@ def attention_bwd(
 def cuda_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     how, size = way(q.dtype, max(q.shape[-1], v.shape[-1])), v.shape[-1]
     k, v = _for_kernel(k, how, q.shape[2]), _for_kernel(v, how, q.shape[2])
-    out, lse = WAYS[how.kernel].forward(_for_kernel(q, how), k, v, causal, scale)
+    q = _for_kernel(q, how)
+    out, lse = _pair(how, q, k, v, causal).forward(q, k, v, causal, scale)
     return _cut(out.transpose(1, 2), size), lse
 
 
@@ -106,9 +87,14 @@ def cuda_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     how = way(q.dtype, max(q.shape[-1], v.shape[-1]))
     heads = _for_kernel(q, how), _for_kernel(k, how, q.shape[2]), _for_kernel(v, how, q.shape[2])
-    found = WAYS[how.kernel].backward(_for_kernel(dy, how), *heads, _for_kernel(out, how), logsumexp, causal, scale)
+    backward = _pair(how, *heads, causal).backward
+    found = backward(_for_kernel(dy, how), *heads, _for_kernel(out, how), logsumexp, causal, scale)
     dq, dk, dv = (_cut(g.transpose(1, 2), t.shape[-1]) for g, t in zip(found, (q, k, v), strict=True))
     return dq, _sum_groups(dk, k.shape[2]), _sum_groups(dv, k.shape[2])
+
+
+def _pair(how: Way, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Pair:
+    return WAYS["cudnn" if how.kernel == "flash" and cudnn_serves(q, k, v, causal) else how.kernel]
 
 
 def flash_fwd(
@@ -179,70 +165,6 @@ def _packed(t: Tensor, how: Way, cu_seqlens: Tensor | None) -> Tensor:
     """[B, T, H, D] as [B, T, H, size], or as [T, H, size] for packed sequences."""
     t = _for_kernel(t, how).transpose(1, 2)
     return t if cu_seqlens is None else t.squeeze(0)
-
-
-def _flash_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)[:2]
-
-
-def _flash_bwd(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    state = torch.empty((), dtype=torch.uint64, device=q.device)
-    return _aten._scaled_dot_product_flash_attention_backward.default(
-        dy, q, k, v, y, logsumexp, None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
-    )
-
-
-def _efficient_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return _aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
-
-
-def _efficient_bwd(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.empty((), dtype=torch.int64, device=q.device)
-    if logsumexp.shape[-1] % LSE_ROWS:
-        logsumexp = torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[-1] % LSE_ROWS), value=float("inf"))
-    return _aten._scaled_dot_product_efficient_attention_backward.default(
-        dy, q, k, v, None, y, logsumexp, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
-    )[:3]
-
-
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = torch.matmul(q, k.mT) * scale
-    if not causal:
-        return scores
-    t = torch.arange(q.shape[2], device=q.device)
-    return scores.masked_fill(t > t.unsqueeze(1), float("-inf"))
-
-
-def _math_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, causal, scale)
-    lse = scores.logsumexp(-1)
-    return torch.matmul((scores - lse.unsqueeze(-1)).exp(), v), lse
-
-
-def _math_bwd(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    p = (_scores(q, k, causal, scale) - logsumexp.unsqueeze(-1)).exp()
-    dp = torch.matmul(dy, v.mT)  # term 1 of ds: through the score's own exp
-    along = (dy * y).sum(-1, keepdim=True)  # term 2: through logsumexp; it is the sum of p dp over a row
-    ds = p * (dp - along) * scale
-    return torch.matmul(ds, k), torch.matmul(ds.mT, q), torch.matmul(p.mT, dy)
-
-
-class _Pair(NamedTuple):
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
-WAYS = {
-    "flash": _Pair(_flash_fwd, _flash_bwd),
-    "efficient": _Pair(_efficient_fwd, _efficient_bwd),
-    "math": _Pair(_math_fwd, _math_bwd),
-}
 
 
 def heads_first(t: Tensor) -> Tensor:
