@@ -237,6 +237,7 @@ def _losses(make: Maker) -> Iterator[KernelCall]:
         yield KernelCall(cross_entropy.cross_entropy_fwd, f"{shape} unsmoothed", (logits, labels, *plain), direct(_unsmoothed))
         owned = (losses, logits, labels, lse, *options, vocab // 2, 2 * vocab)
         yield KernelCall(cross_entropy.cross_entropy_bwd_owned, f"{shape} of {2 * vocab}", owned)
+        yield KernelCall(cross_entropy.cross_entropy_with_gradient, shape, (losses, make.floats(rows, vocab), labels, *options))
 
 
 def _embeddings(make: Maker) -> Iterator[KernelCall]:

@@ -51,6 +51,18 @@ REASONS = (
         "loss and gradient are two calls, each of which reads the logits: no loss waits for a gradient",
     ),
     Reason(
+        "cross_entropy_with_gradient",
+        "x128256$",
+        "moved",
+        "a row of 256 KB is more than a program's share of the cache: its gradient reads it again",
+    ),
+    Reason(
+        "cross_entropy_with_gradient",
+        "",
+        "wide",
+        "two lines, each of which calls a kernel: the few numbers of a row count as often as the loads of its logits",
+    ),
+    Reason(
         "((rms|layer|l2|add_rms|add_layer)_norm_bwd|add_(rms|layer)_norm_bwd_recompute)",
         "x32768$",
         "moved",

@@ -247,6 +247,12 @@ def cross_entropy_bwd_owned(d):
     return dloss, d.owned(*logits.shape), labels, lse, *options, first, vocab
 
 
+def cross_entropy_with_gradient(d):
+    logits, labels, *options = cross_entropy_fwd(d)
+    dloss = d.choice((d.positive(len(labels)), d.positive()))
+    return dloss, d.owned(*logits.shape), labels, *options
+
+
 def embedding_wgrad(d):
     rows, vocab = d.rows(), d.randint(1, 9)
     padding = d.choice((-1, d.randrange(vocab)))
@@ -309,6 +315,7 @@ DRAW = {
         cross_entropy_fwd,
         cross_entropy_bwd,
         cross_entropy_bwd_owned,
+        cross_entropy_with_gradient,
         embedding_wgrad,
         embedding_wgrad_into,
         glu_bwd,

@@ -50,6 +50,18 @@ def losses(rng, rows, width, dtype):
     yield both(cross_entropy.cross_entropy_bwd, torch.rand(rows), logits, labels, want[1], *options)
 
 
+def losses_with_gradients(rng, rows, width, dtype):
+    logits, labels = floats(rows, width, dtype=dtype), torch.randint(width, (rows,))
+    labels[rng.randrange(rows)] = rng.choice([-100, 0, width - 1])
+    options, dloss = (rng.choice([0.0, 0.1]), -100, rng.choice([0.0, 1e-3])), rng.choice([torch.rand(rows), torch.tensor(0.3)])
+    found, owned = [], (logits.clone(), logits)
+    for name, t in zip(("triton", "torch"), owned, strict=True):
+        with backend(name):
+            found.append(cross_entropy.cross_entropy_with_gradient(dloss, t, labels, *options))
+    yield found
+    yield owned
+
+
 def gradients_in_place(rng, rows, width, dtype):
     logits, first = floats(rows, width, dtype=dtype), rng.randint(0, 9)
     args = torch.randint(width + 18, (rows,)), torch.rand(rows, 2) + 4.0, 0.1, -100, 1e-3, first, width + 18
@@ -86,7 +98,9 @@ def gates(rng, rows, width, dtype):
 
 @pytest.mark.turns("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernels", [losses, gradients_in_place, sums, dropped, gates], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "kernels", [losses, losses_with_gradients, gradients_in_place, sums, dropped, gates], ids=lambda f: f.__name__
+)
 def test_rows_of_any_length(kernels, dtype):
     rng = draws.Random(kernels.__name__ + str(dtype))
     for rows, width in [(7, 5), *((rng.randint(1, 5), lengths(rng)) for _ in range(DRAWN))]:

@@ -140,6 +140,26 @@ def plain_cross_entropy_bwd_owned(
     return (dloss * (labels != ignore_index)).unsqueeze(-1) * (along_lse + along_label + along_mean)
 
 
+@kernel(mutates=("logits",))
+def cross_entropy_with_gradient(
+    dloss: Tensor, logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float
+) -> Tensor:
+    """losses [N] of contiguous logits, over which dlogits are written: one read and one write, where a loss and then its gradient
+    are two reads and a write. The losses do not wait for a dloss: it must be known before them."""
+    losses, lse = cross_entropy_fwd.kernel.torch_impl(logits, labels, smoothing, ignore_index, z_loss)
+    cross_entropy_bwd_owned.kernel.torch_impl(dloss, logits, labels, lse, smoothing, ignore_index, z_loss, 0, logits.shape[-1])
+    return losses  # type: ignore[no-any-return]
+
+
+@cross_entropy_with_gradient.plain
+def plain_cross_entropy_with_gradient(
+    dloss: Tensor, logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    losses, lse = plain_cross_entropy_fwd(logits, labels, smoothing, ignore_index, z_loss)
+    vocab = logits.shape[-1]
+    return losses, plain_cross_entropy_bwd_owned(dloss, logits, labels, lse, smoothing, ignore_index, z_loss, 0, vocab)
+
+
 def _gradient_(
     d: Tensor,
     dloss: Tensor,

@@ -11,8 +11,9 @@ two numbers: 8 bytes a row. dgrad and wgrad each recompute the logits, a chunk a
 
 With `gradient="forward"` the forward makes dx and dw of the sum of the losses, a chunk of rows at a time, and keeps them, [*, I]
 and [V, I], instead; the backward multiplies them by dy, or by dy over the number of labels. That is three products of 2 I V
-operations a row instead of four. Every chunk reads and writes the float32 sum of dw: 8 I V bytes, which at 700 TFLOP/s and 3 TB/s
-take a quarter of a product's time in chunks of 4,096 rows (`chunk_bytes` 16,384 V), and as long as a product in chunks of 900.
+operations a row instead of four, and one kernel that reads the logits once and writes their gradient over them. Every chunk reads
+and writes the float32 sum of dw: 8 I V bytes, which at 700 TFLOP/s and 3 TB/s take a quarter of a product's time in chunks of
+4,096 rows (`chunk_bytes` 16,384 V), and as long as a product in chunks of 900.
 arXiv:2411.09009, Liger-Kernel.
 
 >>> import torch
@@ -203,10 +204,13 @@ def with_gradients(
     for c in chunks:
         logits = linear_kernels.linear_fwd(rows[c], weight, None)
         d = logits if cfg.softcap is None else cap_kernels.softcap_fwd(logits, cfg.softcap)
-        losses[c], lse = kernels.cross_entropy_fwd(d, labels[c], *options) if losses_of is None else losses_of(d, labels[c])
-        if not (dx or dw):
-            continue
-        kernels.cross_entropy_bwd_owned(dloss, d, labels[c], lse, *options, first, vocab or cfg.vocab)
+        if (dx or dw) and losses_of is None:
+            losses[c] = kernels.cross_entropy_with_gradient(dloss, d, labels[c], *options)
+        else:
+            losses[c], lse = kernels.cross_entropy_fwd(d, labels[c], *options) if losses_of is None else losses_of(d, labels[c])
+            if not (dx or dw):
+                continue
+            kernels.cross_entropy_bwd_owned(dloss, d, labels[c], lse, *options, first, vocab or cfg.vocab)
         if cfg.softcap is not None:
             d = cap_kernels.softcap_bwd(d, logits, cfg.softcap)
         if found is not None:

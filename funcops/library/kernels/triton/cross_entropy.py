@@ -14,6 +14,7 @@ from funcops.library.kernels.triton.aligned import GROUP, ends, whole_groups
 from funcops.library.kernels.triton.common import block_of, load_wide, rounded, store_rounded, warps_of
 
 BLOCK = 4096
+CACHED = 180_000  # bytes of a row that the cache keeps for its gradient, if a multiprocessor has one program
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -129,7 +130,28 @@ def _backward(
         store_rounded(dlogits_ptr + at, _descend(t, at, label, highest, at_all, at_label, scale), inside)
 
 
-_launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
+@triton.jit
+def _both(
+    dloss_ptr, dloss_step, logits_ptr, labels_ptr, losses_ptr, lse_ptr, vocab, ignore_index, smoothing: tl.float32,
+    z_loss: tl.float32, SMOOTHED: tl.constexpr, EVEN: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """The loss, and then the gradient over the logits of the same row, which the cache still has."""
+    t, labels, lse, n = logits_ptr, labels_ptr, lse_ptr, vocab
+    _forward(t, labels, losses_ptr, lse, n, ignore_index, smoothing, z_loss, SMOOTHED, EVEN, DEEP, LANES, BLOCK)
+    tl.debug_barrier()  # all threads have read the row, and see the logsumexp
+    _backward(dloss_ptr, dloss_step, t, labels, lse, t, n, 0, n, ignore_index, smoothing, z_loss, EVEN, BLOCK)
+
+
+_launch_forward, _launch_backward, _launch_both = launcher(_forward), launcher(_backward), launcher(_both)
+
+
+def _tile(logits: Tensor, most: int) -> tuple[int, int, int, int]:
+    """Lanes of the online softmax, as many as threads, each of which reads 16 bytes at a time; how often they do so in a block; the
+    block, of at most `most` logits; and warps."""
+    block = block_of(logits.shape[1], most)
+    warps, chunks = max(1, block // 1024), block * logits.element_size() // 16
+    lanes = min(32 * warps, chunks)
+    return lanes, chunks // lanes, block, warps
 
 
 @declared.cross_entropy_fwd.triton
@@ -139,10 +161,7 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_i
     losses = logits.new_empty(rows, dtype=torch.float32)
     lse = losses.new_empty((rows, 2))
     if rows:
-        block = block_of(vocab, BLOCK)
-        warps = max(1, block // 1024)
-        lanes = min(32 * warps, block * logits.element_size() // 16)  # that many threads, each of which reads 16 bytes at a time
-        deep = block * logits.element_size() // (16 * lanes)
+        lanes, deep, block, warps = _tile(logits, BLOCK)
         _launch_forward(
             rows, 1, 1, logits, labels, losses, lse, vocab, ignore_index, smoothing, z_loss, smoothing != 0.0,
             vocab % GROUP == 0, deep, lanes, block, num_warps=warps,
@@ -168,6 +187,21 @@ def cross_entropy_bwd_owned(
     first: int, vocab: int,
 ) -> None:
     _gradient(dloss, logits, labels, logsumexp, logits, smoothing, ignore_index, z_loss, first, vocab)
+
+
+@declared.cross_entropy_with_gradient.triton
+def cross_entropy_with_gradient(
+    dloss: Tensor, logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float
+) -> Tensor:
+    rows, vocab = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    if rows:
+        lanes, deep, block, warps = _tile(logits, 4 * BLOCK if vocab * logits.element_size() <= CACHED else BLOCK)
+        _launch_both(
+            rows, 1, 1, dloss.contiguous(), int(dloss.dim() > 0), logits, labels.contiguous(), losses, losses.new_empty((rows, 2)),
+            vocab, ignore_index, smoothing, z_loss, smoothing != 0.0, vocab % GROUP == 0, deep, lanes, block, num_warps=warps,
+        )
+    return losses
 
 
 def _gradient(
