@@ -435,7 +435,9 @@ def test_who_multiplies():
             assert not calls
     finally:
         kernel.torch_impl = body
-    with pytest.raises(ValueError, match="gemm: name must be 'auto' or 'cublas' or 'triton' or 'specialised', got 'cutlass'"):
+    with pytest.raises(
+        ValueError, match="gemm: name must be 'auto' or 'cublas' or 'triton' or 'specialised' or 'quack', got 'cutlass'"
+    ):
         with gemm("cutlass"):
             pass
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -22,11 +22,11 @@ from funcops.engine.errors import require
 __all__ = ["gemm_provider", "launched"]
 
 BACKENDS = ("torch", "triton")
-PROVIDERS = ("auto", "cublas", "triton", "specialised")
+PROVIDERS = ["auto", "cublas", "triton", "specialised", "quack"]  # a library that multiplies adds its name
 Choice = tuple[str | None, str | None]  # of the backend, and of the products
 
 
-def _checked(name: str | None, where: str, among: tuple[str, ...] = BACKENDS) -> str | None:
+def _checked(name: str | None, where: str, among: Sequence[str] = BACKENDS) -> str | None:
     require(name is None or name in among, where, "name", " or ".join(map(repr, among)), repr(name))
     return name
 
@@ -115,7 +115,8 @@ def _backend(name: str) -> Iterator[None]:
 def gemm(name: str) -> Iterator[None]:
     """Run bare matrix products in the block by cuBLAS, by our Triton kernels, or ("auto", the default) by the table in
     `kernels/triton/gemm_table.py`. Inside `backend("triton")` the default is "triton". "specialised" runs every product
-    that fits by our experimental kernel with specialised warps, to measure it."""
+    that fits by our experimental kernel with specialised warps, to measure it. Any other name is of a library in the table of
+    `kernels/triton/providers.py`, to which products of linear layers go."""
     with chosen((choice()[0], _checked(name, "gemm", PROVIDERS))):
         yield
 

@@ -18,6 +18,7 @@ from funcops.library.kernels.triton.gemm import launch_after, launch_descriptor,
 from funcops.library.kernels.triton.gemm_specialised import launch_specialised, specialised_shared_of
 from funcops.library.kernels.triton.gemm_table import FUSED, SPECIALISED, Choice, Tile, choose, fitting
 from funcops.library.kernels.triton.norm import add_parts, row_sums
+from funcops.library.kernels.triton.providers import PRODUCTS, Provider
 
 FEW_TILES, LONG, MOST_SPLITS, SUM_BLOCK, GROUP = 128, 4096, 8, 1024, 8
 SHARE, MOST_SHARES = 1024, 8  # of the inner dimension: the least share of the row sums that a tile takes
@@ -86,13 +87,15 @@ class Plan(NamedTuple):
 
 
 def matmul(a: Matrix, b: Matrix, out: Tensor, epilogue: Epilogue, choice: Optional[Choice] = None) -> None:
-    """Compute out [M, N] from A [M, K] and B [K, N] of any strides and one dtype. `out`, and an added tensor, is contiguous and not
-    empty; its rows may have more than one dimension."""
-    sums, specialised = epilogue.sums, gemm_provider() == "specialised"
+    """Compute out [M, N] from A [M, K] and B [K, N] of any strides and one dtype, by the provider that is requested. `out`, and
+    an added tensor, is contiguous and not empty; its rows may have more than one dimension."""
+    sums, provider = epilogue.sums, gemm_provider()
+    if provider in PRODUCTS and by_another(a, b, out, epilogue, PRODUCTS[provider]):
+        return
     (left, shape, strides), (right, (_, n), b_strides) = a, b
     plan = plan_of(
         left.dtype, out.dtype, shape, strides, n, b_strides, epilogue.family(out), sums is not None,
-        _on_16_bytes(left, right, out), device_facts(), specialised, choice,
+        _on_16_bytes(left, right, out), device_facts(), provider == "specialised", choice,
     )
     if plan.specialised:
         by_specialised(a, b, out, epilogue, plan)
@@ -145,19 +148,39 @@ def multiply(a: Matrix, b: Matrix, out: Tensor, epilogue: Epilogue) -> None:
     (by_library if _library_serves(a, b, out, epilogue) else matmul)(a, b, out, epilogue)
 
 
-def _library_serves(a: Matrix, b: Matrix, out: Tensor, epilogue: Epilogue) -> bool:
-    provider, family = gemm_provider(), epilogue.family(out)
+def _library_serves(a: Matrix, b: Matrix, out: Tensor, epilogue: Epilogue, requested: str = "") -> bool:
+    provider, family = requested or gemm_provider(), epilogue.family(out)
     if provider not in ("auto", "cublas") or (epilogue.add is out and family != "accumulate"):
         return False
     (left, (m, _), _), (_, (_, n), _) = a, b
-    return provider == "cublas" or left_to_library(family, left.dtype, m, n) or not descriptors_serve(a, b, out)
+    return provider == "cublas" or _left_by_table(family, left.dtype, m, n) or not descriptors_serve(a, b, out)
+
+
+@torch.no_grad()
+def by_another(left: Matrix, right: Matrix, out: Tensor, e: Epilogue, provider: Provider) -> bool:
+    """The product by a library of the table of providers, or else by the one of torch where that serves by default; False if
+    neither takes it. Row sums are ours."""
+    a, b = view_of(left), view_of(right)
+    flat = out.view(a.shape[0], b.shape[1])
+    z, add = (t if t is None else t.view_as(flat) for t in (e.z, e.add))
+    given = e._replace(z=z, add=flat if e.add is out else add, sums=None)
+    if a.shape[1] == 0 or not provider(a, b, flat, given):
+        served = _library_serves(left, right, out, e, "auto")
+        if served:
+            by_library(left, right, out, e)
+        return served
+    if e.sums is not None:
+        sum_rows(a.mT, e.sums, e.add is not None)
+    return True
 
 
 def left_to_library(family: str, dtype: torch.dtype, m: int, n: int) -> bool:
     """Whether torch's kernels are as fast as any of ours, by the table, or the device's shared memory does not hold the tile with
     which ours is; False if a provider is requested."""
-    if gemm_provider() != "auto":
-        return False
+    return gemm_provider() == "auto" and _left_by_table(family, dtype, m, n)
+
+
+def _left_by_table(family: str, dtype: torch.dtype, m: int, n: int) -> bool:
     library, tile, _ = choose(family, dtype, m, n, True)
     if library or tile is None:
         return library
