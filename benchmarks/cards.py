@@ -61,9 +61,9 @@ Products of 16 bits are by the library (cuBLAS, hipBLAS) except where "ours" is 
 computed, and runs with `emulate=True`, by decoded operands. On sm_89 the library has no product of e5m2 by e5m2, so recipes with
 `fwd="e5m2"` are refused there. `gemm("cublas")` asks for the library where it runs and no device has confirmed it: on sm_100 and
 sm_120 for a scale a tensor, MXFP8 and NVFP4. Grouped products of codes are ours on every card, by decoding where it lacks the
-format. Attention without a bias is torch's, by its own choice. A build that spills keeps some of its registers in memory, and is
-slower for it. A step of a model has the launches of one layer, forward and backward, once with the library's products and once with
-ours; for Llama and Qwen3-MoE also of embedding, head and loss.
+format. Attention without a bias is torch's: flash or memory-efficient, cuDNN's by request. A build that spills keeps some of its
+registers in memory, and is slower for it. A step of a model has the launches of one layer, forward and backward, once with the
+library's products and once with ours; for Llama and Qwen3-MoE also of embedding, head and loss.
 
 Cards that are not compiled for here: RTX 20 and older (sm_75) have no units for bfloat16. Jetson (sm_87, sm_110), B300 (sm_103) and
 DGX Spark (sm_121) get the tiles that their shared memory holds; B300 and DGX Spark have the library's ways of sm_100 and sm_120.

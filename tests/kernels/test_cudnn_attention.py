@@ -22,6 +22,14 @@ FORWARD, BACKWARD = aten._scaled_dot_product_cudnn_attention.default, aten._scal
 NEWER = 91501
 
 
+def by_heads(t):
+    """[B, T, H, D] of which a head's rows lie together."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+ODD = by_heads, *LAYOUTS.values()
+
+
 def as_laid(t):
     """Strides of the dims that have more than one place: others are never used."""
     return [stride for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1]
@@ -67,7 +75,7 @@ def test_calls_have_what_a_plan_takes_them_to_have(newer, monkeypatch):
     seen = []
     for i, (b, t, heads, kv_heads, size, layout, causal) in enumerate(drawn(3, 40)):
         like, size = made(torch.zeros, torch.bfloat16, b, t, heads, kv_heads, min(size, 256), layout), min(size, 256)
-        odd = list(LAYOUTS.values())[i % len(LAYOUTS)](torch.zeros(b, t, heads, size, dtype=torch.bfloat16))
+        odd = ODD[i % len(ODD)](torch.zeros(b, t, heads, size, dtype=torch.bfloat16))
         with FakeTensorMode(), Plans() as plans:
             q, k, v, dy = (on_cuda(x) for x in (*like, odd))
             y, lse = cuda_fwd(q, k, v, causal, 0.5)
@@ -131,7 +139,7 @@ def test_numbers_do_not_depend_on_the_layout_of_heads_or_of_gradients(cudnn):
         q, k, _ = made(torch.randn, torch.bfloat16, b, t, heads, kv_heads, size, layout)
         v = made(torch.randn, torch.bfloat16, b, t, heads, kv_heads, value, layout)[2]
         y, lse = cuda_fwd(q, k, v, causal, size**-0.5)
-        dy = list(LAYOUTS.values())[i % len(LAYOUTS)](torch.randn(y.shape).bfloat16())
+        dy = ODD[i % len(ODD)](torch.randn(y.shape).bfloat16())
         got = y, cuda_bwd(dy, q, k, v, y, lse, causal, size**-0.5)
         exact = [x.double().requires_grad_() for x in (q, k, v)]
         want = formula(*exact, causal, size**-0.5)[0]
@@ -183,7 +191,7 @@ def test_parts_of_the_keys_are_merged(layout, cudnn):
     """Ranks of a context give rows from one on, and to each part the out and the logsumexp of all keys, or pieces of both."""
     torch.manual_seed(0)
     q, k, v = made(torch.randn, torch.bfloat16, 2, 24, 4, 2, 32, layout)
-    q = q.transpose(1, 2).contiguous().transpose(1, 2) if layout == "by heads" else q
+    q = by_heads(q) if layout == "by heads" else q
     dy, half = torch.randn(2, 24, 4, 32).bfloat16(), slice(12, None)
     out, lse = cuda_fwd(q, k, v, True, 0.2)
     total = out.float(), lse.contiguous()
@@ -343,11 +351,11 @@ def test_an_older_cudnn_takes_whole_parts_of_128_rows_and_keys(version, odd, cho
 
 def test_it_takes_queries_that_lie_as_their_results_will(chooser):
     """torch's plans lay out the results as q: rows of one head after another are left to flash attention."""
-    by_heads = [torch.zeros(2, h, 128, 64, dtype=torch.bfloat16) for h in (4, 2, 2)]
-    assert not serves(by_heads) and not chooser.asked
+    apart = [torch.zeros(2, h, 128, 64, dtype=torch.bfloat16) for h in (4, 2, 2)]
+    assert not serves(apart) and not chooser.asked
     packed = torch.zeros(2, 128, 8 * 64, dtype=torch.bfloat16).split([256, 128, 128], -1)
     assert serves([t.unflatten(-1, (-1, 64)).transpose(1, 2) for t in packed])
-    assert serves([t[:, :1] for t in by_heads]), "of one head"
+    assert serves([t[:, :1] for t in apart]), "of one head"
 
 
 @pytest.mark.parametrize("name", ["FA3", "FA4"])

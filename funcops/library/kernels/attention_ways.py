@@ -58,11 +58,17 @@ def _cudnn_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     state = torch.empty((), dtype=torch.int64, device=q.device)
-    dy, y = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (dy, y))  # as the plan takes them to be, without a look
+    dy, y = _as_planned(dy), _as_planned(y)
     lse = logsumexp.contiguous().unsqueeze(-1)
     return _aten._scaled_dot_product_cudnn_attention_backward.default(
         dy, q, k, v, y, lse, state, state, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
     )
+
+
+def _as_planned(t: Tensor) -> Tensor:
+    """[B, H, T, D] in the memory of a dense [B, T, H, D], which a plan takes it to be without a look."""
+    t = t.transpose(1, 2)
+    return (t if t.is_contiguous() else t.clone(memory_format=torch.contiguous_format)).transpose(1, 2)
 
 
 def _efficient_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
