@@ -262,7 +262,7 @@ def test_quack_gets_no_rows_that_it_cannot_load(change, quack):
 
 def test_quack_that_is_not_installed_is_refused_by_name(monkeypatch):
     quack_products._interface.cache_clear()
-    monkeypatch.setattr(quack_products.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(quack_products, "find_spec", lambda name: None)
     x = torch.ones(8, 8, dtype=torch.bfloat16)
     message = r"gemm: name must be one whose library is installed \(pip install quack-kernels\), got 'quack', which is not"
     with backend("triton"), gemm("quack"), pytest.raises(ValueError, match=message):
@@ -272,8 +272,8 @@ def test_quack_that_is_not_installed_is_refused_by_name(monkeypatch):
 def test_quack_is_the_module_of_that_name(monkeypatch):
     module = types.ModuleType("quack.gemm_interface")
     quack_products._interface.cache_clear()
-    monkeypatch.setattr(quack_products.importlib.util, "find_spec", lambda name: name == "quack")
-    monkeypatch.setattr(quack_products.importlib, "import_module", lambda name: {"quack.gemm_interface": module}[name])
+    monkeypatch.setattr(quack_products, "find_spec", lambda name: name == "quack")
+    monkeypatch.setattr(quack_products, "import_module", lambda name: {"quack.gemm_interface": module}[name])
     assert quack_products._interface() is module
     quack_products._interface.cache_clear()
     assert set(inspect.signature(register_provider).parameters) == {"name", "provider"}

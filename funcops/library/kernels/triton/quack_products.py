@@ -6,8 +6,8 @@ It computes in float32 and rounds once, as ours do. Calls are as in its `gemm_in
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -39,9 +39,9 @@ def by_quack(a: Tensor, b: Tensor, out: Tensor, e: Any) -> bool:
 
 @functools.cache
 def _interface() -> Any:
-    installed = importlib.util.find_spec("quack") is not None
+    installed = find_spec("quack") is not None
     require(installed, "gemm", "name", "one whose library is installed (pip install quack-kernels)", "'quack', which is not")
-    return importlib.import_module("quack.gemm_interface")
+    return import_module("quack.gemm_interface")
 
 
 def _in_vectors(t: Tensor) -> bool:
