@@ -319,7 +319,7 @@ def fit_of(one):
 
 def test_codecs_of_fit_are_checked():
     op, cfg, x = layered()["three"]
-    with pytest.raises(ValueError, match="Compress: codec must be one of bf16, int8, fp8, mxfp8, got 'fp4'"):
+    with pytest.raises(ValueError, match="Compress: codec must be one of bf16, int8, fp8, mxfp8 .did you mean fp8.., got 'fp4'"):
         fit(op, cfg, x, 10**9, codecs=("fp4",))
     with pytest.raises(TypeError, match="fit: codecs must be tuple, got 'fp8'"):
         fit(op, cfg, x, 10**9, codecs="fp8")

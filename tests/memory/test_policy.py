@@ -236,7 +236,7 @@ def test_errors():
             with_policy(chain, Policy(policy)).fwd(params, x, cfg)
     with pytest.raises(ValueError, match="with_policy: policy must be a Policy or one of save_all, .*, got 'minimum'"):
         with_policy(chain, "minimum")
-    with pytest.raises(ValueError, match="Compress: codec must be one of bf16, int8, fp8, mxfp8, got 'fp7'"):
+    with pytest.raises(ValueError, match="Compress: codec must be one of bf16, int8, fp8, mxfp8 .did you mean fp8.., got 'fp7'"):
         Compress("fp7")
     with pytest.raises(TypeError, match="Policy: rules at 'a' must be"):
         Policy({"a": "save"})

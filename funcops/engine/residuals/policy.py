@@ -93,7 +93,7 @@ class Compress:
     >>> Compress("fp4")
     Traceback (most recent call last):
         ...
-    ValueError: Compress: codec must be one of bf16, int8, fp8, mxfp8, got 'fp4'
+    ValueError: Compress: codec must be one of bf16, int8, fp8, mxfp8 (did you mean fp8?), got 'fp4'
     """
 
     codec: str
