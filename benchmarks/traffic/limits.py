@@ -129,8 +129,7 @@ REASONS = (
         "moved",
         "a group's sums are known after a pass over it: x, and in the backward dy, which fit no registers, are read again",
     ),
-    Reason("softmax_fwd", "long rows", "moved", "a row of 128 KB is read twice, the second time from the cache but for an eighth"),
-    Reason("softmax_fwd", "long rows", "instructions", "an exponential in each of two passes: a row of 128 KB is kept nowhere"),
+    Reason("softmax_fwd", "long rows", "instructions", "an exponential in each of two passes: of a row of 128 KB no results are kept"),
     Reason(
         "causal_conv1d_bwd",
         "",
@@ -138,7 +137,7 @@ REASONS = (
         "a thread has four channels, with W of x and of g of each in registers; of eight they would fill them",
     ),
     Reason("causal_conv1d_bwd", "", "instructions", "a number is in W products of z, W of dx and W of dw"),
-    Reason("causal_conv1d_fwd", "", "instructions", "a time is loaded W times, of which all but the first are in the cache"),
+    Reason("causal_conv1d_fwd", "", "instructions", "a number is in W products, beside the sigmoid of its sum"),
     Reason(
         "route_fwd",
         "",

@@ -78,6 +78,7 @@ def test_groups_of_every_size(channels, groups, size):
 def test_sequences_of_several_parts():
     """Two kernels split their sums over time differently."""
     x, dy, scale = torch.randn(2, 70, 1030), torch.randn(2, 70, 1030), torch.randn(2, 1030)
+    assert_close(*both(modulate.modulate_fwd, x, scale, dy[:, 0]), dtype=torch.float32)
     got, want = both(modulate.modulate_bwd, dy, x, scale, True, True, True)
     assert len(got[1]) > 1 and torch.equal(got[0], want[0])
     assert_close([s.sum(0) for s in got[1:]], [s.sum(0) for s in want[1:]], dtype=torch.float32, length=70)

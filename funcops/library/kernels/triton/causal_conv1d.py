@@ -1,6 +1,5 @@
-"""Causal convolution of each channel by itself. In the forward a program reads a tile of times and channels W times, each shifted
-by one time; all reads but the first come from a cache. In the backward a thread goes through the times of its channels, with the
-last W of x and of g = dy f'(z) in registers: it reads each number once, except for W - 1 times around its own part."""
+"""Causal convolution of each channel by itself. A thread goes through the times of its channels, with the last W of x, and in the
+backward of g = dy f'(z), in registers: it reads each number once, except for W - 1 times around its own part."""
 # mypy: disable-error-code="assignment, var-annotated"
 # for tuples that grow while a kernel is unrolled
 
@@ -16,32 +15,45 @@ from torch import Tensor
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import causal_conv1d as declared
 from funcops.library.kernels.triton.activation import derivative, sigmoid
-from funcops.library.kernels.triton.common import block_of, cdiv, contiguous, load_wide, store_rounded, warps_of
+from funcops.library.kernels.triton.common import block_of, cdiv, contiguous, load_wide, store_rounded
 
-CHANNELS, TIMES = 128, 32  # of a tile
-ROWS = 8  # times that the backward reads at once
-NARROW = 8  # the largest W for which a thread has four channels without spilled registers; for a larger one it has one
-PROGRAMS = 1024  # for the sums: a constant, so that they do not depend on the device
+THREADS, EACH = 128, 8  # of a program in the forward, and channels of a thread: 16 bytes
+CHANNELS, TIMES = 128, 32  # of a program in the backward; times of one, in the backward at least
+ROWS = 8  # times that a program reads at once
+NARROW = 8  # the largest W for which a thread has several channels without spilled registers; for a larger one it has one
+PROGRAMS = 1716  # for the sums, 13 on each of 132 multiprocessors, which hold no more: a constant, so that sums depend on no device
 
 
 @triton.jit
 def _forward(
     x_ptr, w_ptr, b_ptr, y_ptr, length, channels, WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-    TIMES: tl.constexpr, CHANNELS: tl.constexpr,
+    TIMES: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
-    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    t = tl.program_id(1).to(tl.int64) * TIMES + tl.arange(0, TIMES)[:, None]
-    first, inside = tl.program_id(2).to(tl.int64) * length * channels, (t < length) & (c < channels)
-    z = tl.zeros([TIMES, CHANNELS], tl.float32)
-    if BIAS:
-        z += load_wide(b_ptr + c, c < channels)
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    first, inside = tl.program_id(2).to(tl.int64) * length * channels, c < channels
+    begin = tl.program_id(1).to(tl.int64) * TIMES
+    bias = load_wide(b_ptr + c, inside) if BIAS else tl.zeros([CHANNELS], tl.float32)
+    w, xs = (), ()
     for j in tl.static_range(WIDTH):  # weights as [W, C], so that a thread's lie side by side
-        at = t - (WIDTH - 1) + j
-        x = load_wide(x_ptr + first + at * channels + c, inside & (at >= 0))
-        z += x * load_wide(w_ptr + j * channels + c, c < channels)
-    if SILU:
-        z = z * sigmoid(z)
-    store_rounded(y_ptr + first + t * channels + c, z, inside)
+        w = w + (load_wide(w_ptr + j * channels + c, inside),)
+    for j in tl.static_range(WIDTH - 1):  # the times before the first
+        at = begin + (j - (WIDTH - 1))
+        xs = xs + (load_wide(x_ptr + first + at * channels + c, inside & (at >= 0) & (at < length)),)
+    for start in range(begin, tl.minimum(begin + TIMES, length), ROWS):
+        rows = ()
+        for row in tl.static_range(ROWS):
+            at = start + row
+            rows = rows + (tl.load(x_ptr + first + at * channels + c, inside & (at < length), other=0.0),)
+        for row in tl.static_range(ROWS):
+            at = start + row
+            xs = xs + (rows[row].to(tl.float32),)
+            z = bias
+            for j in tl.static_range(WIDTH):
+                z += w[j] * xs[j]
+            if SILU:
+                z = z * sigmoid(z)
+            store_rounded(y_ptr + first + at * channels + c, z, inside & (at < length))
+            xs = xs[1:]
 
 
 @triton.jit
@@ -49,8 +61,7 @@ def _backward(
     dy_ptr, x_ptr, w_ptr, b_ptr, dx_ptr, dw_ptr, db_ptr, length, channels, of_part, WIDTH: tl.constexpr, BIAS: tl.constexpr,
     SILU: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Compute dx and the sums for dw and db, for a part of a batch's times. dx at a time is complete W - 1 times later. ROWS times
-    are read at once."""
+    """Compute dx and the sums for dw and db, for a part of a batch's times. dx at a time is complete W - 1 times later."""
     c, part = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(1)
     first, inside, none = tl.program_id(2).to(tl.int64) * length * channels, c < channels, tl.zeros([CHANNELS], tl.float32)
     begin = part.to(tl.int64) * of_part
@@ -111,10 +122,11 @@ def causal_conv1d_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], silu: bool) -> 
     x = x.contiguous()
     y, (batches, length, channels) = torch.empty_like(x), x.shape
     if x.numel():
-        block, times = block_of(channels, CHANNELS), block_of(length, TIMES)
+        each = EACH if w.shape[1] <= NARROW else 1
+        block = block_of(channels, THREADS * each)
         _launch_forward(
-            cdiv(channels, block), cdiv(length, times), batches, x, w.mT.contiguous(), contiguous(b), y, length, channels,
-            w.shape[1], b is not None, silu, times, block, num_warps=warps_of(times * block),
+            cdiv(channels, block), cdiv(length, TIMES), batches, x, w.mT.contiguous(), contiguous(b), y, length, channels,
+            w.shape[1], b is not None, silu, TIMES, ROWS, block, num_warps=max(1, block // (32 * each)),
         )
     return y
 

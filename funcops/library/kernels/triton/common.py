@@ -39,6 +39,16 @@ def store_rounded(ptr, v, mask):
     tl.store(ptr, rounded(v, ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def anew(t):
+    """t itself, but to the compiler another value: t widened again is not t widened before, which would stay in registers of twice
+    the size. Two 16-bit values stay in one register."""
+    if INTERPRETED or t.dtype.primitive_bitwidth != 16 or not tl.target_info.is_cuda():
+        return t
+    else:
+        return tl.inline_asm_elementwise("", "=r,0", [t], t.dtype, is_pure=True, pack=2)
+
+
 def cdiv(n: int, size: int) -> int:
     """n / size, rounded up. Triton's own takes microseconds on the host."""
     return -(-n // size)
@@ -56,6 +66,16 @@ def block_of(n: int, most: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
+def columns_of(width: int, most: int) -> int:
+    """The columns of a program that takes a part of several rows: at most `most`, and so few that blocks of them hold a width with
+    at most a sixteenth to spare, unless that were fewer than 128."""
+    block = block_of(width, most)
+    while block > 128 and 16 * (cdiv(width, block) * block - width) > width:
+        block //= 2
+    return block
+
+
+@functools.lru_cache(maxsize=4096)
 def warps_of(block: int) -> int:
     return max(1, min(16, block // 512))
 
@@ -68,6 +88,11 @@ def most_warps() -> int:
 def copies_by_itself() -> bool:
     """Whether loads can go to shared memory while a program computes."""
     return shared_memory().copies
+
+
+def stages() -> int:
+    """The most pipeline stages of loads: several if the device copies to its shared memory by itself."""
+    return 3 if copies_by_itself() else 1
 
 
 @functools.lru_cache(maxsize=64)

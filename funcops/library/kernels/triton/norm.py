@@ -12,7 +12,7 @@ from funcops.library.kernels import norm as declared
 from funcops.library.kernels.triton import norm_kernels as kernels
 from funcops.library.kernels.triton import norm_odd
 from funcops.library.kernels.triton.aligned import GROUP
-from funcops.library.kernels.triton.common import block_of, cdiv, contiguous, copies_by_itself, flat_rows, most_warps, warps_of
+from funcops.library.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, most_warps, stages, warps_of
 from funcops.library.kernels.triton.pointwise import dropout_add, threshold_and_factor
 
 LONGEST, ODD_LONGEST = 32768, 8192  # rows that a forward keeps in registers; odd ones with a weight and a bias
@@ -73,11 +73,6 @@ def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
     if itemsize == 2 and width % 16 == 0:
         warps, share, times = MEASURED.get(block, (warps, share, times))
     return Whole(at_once // share, block, block > tile, warps, PARTS * times)
-
-
-def stages() -> int:
-    """The most pipeline stages of loads: several if the device copies to its shared memory by itself."""
-    return 3 if copies_by_itself() else 1
 
 
 def number_of_parts(rows: int, width: int, whole: Optional[Whole]) -> int:
