@@ -117,19 +117,7 @@ REASONS = (
         "quantize_(col|both)", "e8m0", "instructions", "a scale for each 32 elements down a column, which lie with many threads"
     ),
     Reason("retile", "", "instructions", "of 2 bytes an element, which is decoded, multiplied twice, and encoded"),
-    Reason(
-        "group_norm_(fwd|bwd)",
-        "",
-        "wide",
-        "a group of several channels is read on, and beside each number its channel's weight, one address for many",
-    ),
-    Reason(
-        "group_norm_(fwd|bwd)",
-        "",
-        "moved",
-        "a group's sums are known after a pass over it: x, and in the backward dy, which fit no registers, are read again",
-    ),
-    Reason("softmax_fwd", "long rows", "instructions", "an exponential in each of two passes: of a row of 128 KB no results are kept"),
+    Reason("softmax_fwd", "long rows", "instructions", "an exponential in each of two passes: of 128 KB no results are kept"),
     Reason(
         "causal_conv1d_bwd",
         "",

@@ -63,7 +63,7 @@ def test_a_row_with_infinity_or_nan_gives_nan(width):
     assert torch.equal(got.isnan(), want.isnan()) and got[:2].isnan().any(-1).all()
 
 
-@pytest.mark.parametrize(("channels", "groups", "size"), [(4, 2, 4200), (6, 6, 1030), (70, 2, 3)])
+@pytest.mark.parametrize(("channels", "groups", "size"), [(4, 2, 4200), (6, 6, 1030), (70, 2, 3), (4, 2, 17000)])
 def test_groups_of_every_size(channels, groups, size):
     x, dy, w, b = torch.randn(2, channels, size) + 2, torch.randn(2, channels, size), torch.randn(channels), torch.randn(channels)
     got, want = both(group_norm.group_norm_fwd, x, w, b, groups, 1e-5)

@@ -40,13 +40,13 @@ def store_rounded(ptr, v, mask):
 
 
 @triton.jit
-def anew(t):
+def anew(t, none):
     """t itself, but to the compiler another value: t widened again is not t widened before, which would stay in registers of twice
-    the size. Two 16-bit values stay in one register."""
+    the size. Two 16-bit values stay in one register. none: a zero of which the compiler does not know that it is one."""
     if INTERPRETED or t.dtype.primitive_bitwidth != 16 or not tl.target_info.is_cuda():
         return t
     else:
-        return tl.inline_asm_elementwise("", "=r,0", [t], t.dtype, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r,r", [t, none], t.dtype, is_pure=True, pack=2)
 
 
 def cdiv(n: int, size: int) -> int:

@@ -1,8 +1,12 @@
-"""Normalisation of groups of channels. A group's numbers are contiguous. In the forward one program takes a group, whole or in two
-passes; the backward first sums every channel, then computes dx from these sums over a group."""
+"""Normalisation of groups of channels. A group's numbers are contiguous. One program takes a group, which stays in registers
+between two passes, in its own dtype. Of a group too large for them the forward reads x twice; and the backward first sums every
+channel, then computes dx from these sums."""
+# mypy: disable-error-code="assignment, misc, var-annotated"
+# for tuples that grow while a kernel is unrolled
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Optional
 
@@ -13,9 +17,20 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import group_norm as declared
-from funcops.library.kernels.triton.common import block_of, cdiv, contiguous, load_wide, next_power_of_2, store_rounded, warps_of
+from funcops.library.kernels.triton.common import (
+    anew,
+    block_of,
+    cdiv,
+    contiguous,
+    load_wide,
+    next_power_of_2,
+    stages,
+    store_rounded,
+    warps_of,
+)
 
-LONGEST = 8192  # elements of a group taken whole, at most
+EACH = 8  # elements of a thread at a time: 16 bytes
+KEPT, OF_THREAD = 2**17, 640  # bytes of a group that stays in registers, at most, and of them bytes of a thread
 CHUNK = 4096  # elements of a larger group at a time
 TILE = 4096  # elements of several channels, which a program sums
 STEP = 1024  # elements of a channel at a time
@@ -23,40 +38,64 @@ STEP = 1024  # elements of a channel at a time
 
 @triton.jit
 def _forward(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, groups, channels, size, eps: tl.float32, WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, groups, channels, size, eps: tl.float32, KEPT: tl.constexpr,
+    STAGES: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """`channels`: the number per group, each of `size` elements."""
+    """`channels`: the number per group, each of `size` elements, a multiple of EACH. The first KEPT blocks stay in registers."""
     group = tl.program_id(0).to(tl.int64)
     length = channels * size
-    first, first_channel = group * length, (group % groups) * channels
-    i = tl.arange(0, BLOCK)
-    if WHOLE:
-        x = load_wide(x_ptr + first + i, i < length)
-        mean = tl.sum(x, 0) / length
-        centred = tl.where(i < length, x - mean, 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred, 0) / length + eps)
-        c = first_channel + i // size
-        y = centred * rstd * load_wide(w_ptr + c, i < length) + load_wide(b_ptr + c, i < length)
-        store_rounded(y_ptr + first + i, y, i < length)
-    else:
-        # sums of differences to the mean of the first numbers, which is near the mean of all, so that little cancels
-        near = tl.sum(load_wide(x_ptr + first + i, True), 0) / BLOCK
-        total, squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        for start in range(0, length, BLOCK):
-            left = tl.where(start + i < length, load_wide(x_ptr + first + start + i, start + i < length) - near, 0.0)
-            total += left
-            squares += left * left
-        more = tl.sum(total, 0) / length
-        mean = near + more
-        rstd = tl.rsqrt(tl.maximum(tl.sum(squares, 0) / length - more * more, 0.0) + eps)
-        for start in range(0, length, BLOCK):
-            at, inside = start + i, start + i < length
-            c = first_channel + at // size
-            n = (load_wide(x_ptr + first + at, inside) - mean) * rstd
-            store_rounded(y_ptr + first + at, n * load_wide(w_ptr + c, inside) + load_wide(b_ptr + c, inside), inside)
+    x_ptr += group * length
+    y_ptr += group * length
+    first_channel = (group % groups).to(tl.int32) * channels
+    start = tl.arange(0, BLOCK // EACH) * EACH
+    i = start[:, None] + tl.arange(0, EACH)[None, :]
+    kept = ()
+    for part in tl.static_range(KEPT):
+        kept = kept + (tl.load(x_ptr + part * BLOCK + i, _inside(part, start, length, KEPT, BLOCK), other=0.0),)
+    # sums of differences to the mean of the first numbers, which is near the mean of all, so that little cancels
+    near = tl.sum(kept[0].to(tl.float32)) / tl.minimum(length, BLOCK)
+    total, squares = tl.zeros([BLOCK // EACH, EACH], tl.float32), tl.zeros([BLOCK // EACH, EACH], tl.float32)
+    for part in tl.static_range(KEPT):
+        left = kept[part].to(tl.float32) - near
+        if part == KEPT - 1:
+            left = tl.where(_inside(part, start, length, KEPT, BLOCK), left, 0.0)
+        total += left
+        squares += left * left
+    for at in tl.range(KEPT * BLOCK, length, BLOCK, num_stages=STAGES):
+        inside = (at + start < length)[:, None]
+        left = tl.where(inside, load_wide(x_ptr + at + i, inside) - near, 0.0)
+        total += left
+        squares += left * left
+    more = tl.sum(total) / length
+    mean = near + more
+    rstd = tl.rsqrt(tl.maximum(tl.sum(squares) / length - more * more, 0.0) + eps)
     tl.store(mean_ptr + group, mean)
     tl.store(rstd_ptr + group, rstd)
+    none = (length < 0).to(tl.int32)
+    for at in tl.range(KEPT * BLOCK, length, BLOCK, num_stages=STAGES):
+        inside = (at + start < length)[:, None]
+        w, b = _of_channels(w_ptr, b_ptr, first_channel, at + start, length, size, rstd)
+        store_rounded(y_ptr + at + i, (load_wide(x_ptr + at + i, inside) - mean) * w + b, inside)
+    for part in tl.static_range(KEPT):
+        w, b = _of_channels(w_ptr, b_ptr, first_channel, part * BLOCK + start, length, size, rstd)
+        y = (anew(kept[part], none).to(tl.float32) - mean) * w + b
+        store_rounded(y_ptr + part * BLOCK + i, y, _inside(part, start, length, KEPT, BLOCK))
+
+
+@triton.jit
+def _inside(part, start, length, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+    """The mask of a part that is kept: of these the last alone may be longer than the rest of the group."""
+    if part == KEPT - 1:
+        return (part * BLOCK + start < length)[:, None]
+    else:
+        return (start >= 0)[:, None]
+
+
+@triton.jit
+def _of_channels(w_ptr, b_ptr, first_channel, at, length, size, rstd):
+    """The weight times rstd, and the bias, of the channels of a group's elements `at`, one for all EACH elements from there."""
+    c = first_channel + at // size
+    return load_wide(w_ptr + c, at < length)[:, None] * rstd, load_wide(b_ptr + c, at < length)[:, None]
 
 
 @triton.jit
@@ -102,7 +141,61 @@ def _descend(
     store_rounded(dx_ptr + at, rstd * (g - mean_g - n * mean_gn), inside)
 
 
-_launch_forward, _launch_channel_sums, _launch_descend = launcher(_forward), launcher(_channel_sums), launcher(_descend)
+@triton.jit
+def _backward(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, dx_ptr, groups, size, DW: tl.constexpr, DB: tl.constexpr,
+    CHANNELS: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, EACH: tl.constexpr,
+):
+    """dx and sums of a group whose x and dy stay in registers, in PIECES of each of its CHANNELS. A warp sums its own numbers."""
+    group = tl.program_id(0).to(tl.int64)
+    dy_ptr += group * CHANNELS * size
+    x_ptr += group * CHANNELS * size
+    dx_ptr += group * CHANNELS * size
+    w_ptr += (group % groups) * CHANNELS
+    BLOCK: tl.constexpr = WARPS * 32 * EACH
+    i = tl.arange(0, WARPS)[:, None] * (32 * EACH) + tl.arange(0, 32 * EACH)[None, :]
+    mean, rstd = tl.load(mean_ptr + group), tl.load(rstd_ptr + group)
+    dys, xs = (), ()
+    for part in tl.static_range(CHANNELS * PIECES):
+        at, inside = part // PIECES * size + part % PIECES * BLOCK + i, part % PIECES * BLOCK + i < size
+        dys, xs = dys + (tl.load(dy_ptr + at, inside, other=0.0),), xs + (tl.load(x_ptr + at, inside, other=0.0),)
+    along, along_n = tl.zeros([WARPS], tl.float32), tl.zeros([WARPS], tl.float32)
+    for channel in tl.static_range(CHANNELS):
+        of_channel, of_channel_n = tl.zeros([WARPS, 32 * EACH], tl.float32), tl.zeros([WARPS, 32 * EACH], tl.float32)
+        for piece in tl.static_range(PIECES):
+            d = dys[channel * PIECES + piece].to(tl.float32)
+            of_channel += d
+            of_channel_n += d * ((xs[channel * PIECES + piece].to(tl.float32) - mean) * rstd)
+        to = ((group // groups * WARPS + tl.arange(0, WARPS)) * groups + group % groups) * CHANNELS + channel
+        sums, sums_n, w = tl.sum(of_channel, 1), tl.sum(of_channel_n, 1), tl.load(w_ptr + channel).to(tl.float32)
+        if DW:
+            tl.store(dw_ptr + to, sums_n)
+        if DB:
+            tl.store(db_ptr + to, sums)
+        along += w * sums
+        along_n += w * sums_n
+    length = CHANNELS * size
+    none = (size < 0).to(tl.int32)
+    mean_g, mean_gn = tl.sum(along) / length, tl.sum(along_n) / length
+    for part in tl.static_range(CHANNELS * PIECES):
+        at, inside = part // PIECES * size + part % PIECES * BLOCK + i, part % PIECES * BLOCK + i < size
+        g = anew(dys[part], none).to(tl.float32) * tl.load(w_ptr + part // PIECES).to(tl.float32)
+        n = (anew(xs[part], none).to(tl.float32) - mean) * rstd
+        store_rounded(dx_ptr + at, rstd * (g - mean_g - n * mean_gn), inside)
+
+
+_launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
+_launch_channel_sums, _launch_descend = launcher(_channel_sums), launcher(_descend)
+
+
+@functools.lru_cache(maxsize=4096)
+def kept_of(length: int, size: int) -> tuple[int, int, int]:
+    """The blocks of a group that stay in registers, all or one; the elements of a block; the warps. `size`: bytes of an element."""
+    if length * size > KEPT:
+        return 1, CHUNK, warps_of(CHUNK)
+    warps = max(2, next_power_of_2(cdiv(length * size, 32 * OF_THREAD)))
+    block = 32 * warps * EACH
+    return cdiv(length, block), block, warps
 
 
 @declared.group_norm_fwd.triton
@@ -112,13 +205,32 @@ def group_norm_fwd(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> 
     mean = x.new_zeros((batches, groups), dtype=torch.float32)
     rstd, length = torch.zeros_like(mean), channels // groups * size
     if x.numel():
-        whole = length <= LONGEST
-        block = block_of(length, LONGEST) if whole else CHUNK
+        kept, block, warps = kept_of(length, x.element_size())
         _launch_forward(
             batches * groups, 1, 1, x, w.contiguous(), b.contiguous(), y, mean, rstd, groups, channels // groups, size, eps,
-            whole, block, num_warps=warps_of(block),
+            kept, stages(), EACH if size % EACH == 0 else 1, block, num_warps=warps,
         )
     return y, mean, rstd
+
+
+@functools.lru_cache(maxsize=4096)
+def warps_at_once(channels: int, size: int, itemsize: int) -> int:
+    """The warps that keep dy and x of a group of so many channels in registers; 0 if these are too long, or a channel too short."""
+    for warps in (2, 4, 8):
+        block = 32 * warps * EACH
+        if size >= block and 2 * channels * cdiv(size, block) * EACH * itemsize <= OF_THREAD:
+            return warps
+    return 0
+
+
+def _room(
+    dy: Tensor, groups: int, dx: bool, dw: bool, db: bool
+) -> tuple[int, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    """The warps that take a group at once, and dx, dw and db, with a partial sum for each of these warps, or for a batch."""
+    batches, channels, size = *dy.shape[:2], math.prod(dy.shape[2:])
+    warps = warps_at_once(int(channels) // groups, int(size), dy.element_size()) if dx else 0
+    d_w, d_b = (dy.new_empty((batches * max(1, warps), channels), dtype=torch.float32) if wanted else None for wanted in (dw, db))
+    return warps, torch.empty_like(dy) if dx else None, d_w, d_b
 
 
 @declared.group_norm_bwd.triton
@@ -128,25 +240,33 @@ def group_norm_bwd(
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     dy, x, w, mean, rstd = dy.contiguous(), contiguous(x), contiguous(w), contiguous(mean), contiguous(rstd)
     batches, channels, size = *dy.shape[:2], math.prod(dy.shape[2:])
-    d_b = dy.new_zeros((batches, channels), dtype=torch.float32)
-    d_w, d_x = torch.zeros_like(d_b) if dw or dx else None, torch.empty_like(dy) if dx else None
-    if dy.numel():
-        block, of_group = block_of(size, STEP), channels // groups
-        at_once = max(1, TILE // block)
-        _launch_channel_sums(
-            cdiv(batches * channels, at_once), 1, 1, dy, x, mean, rstd, d_w, d_b, batches * channels, of_group, size,
-            d_w is not None, at_once, block, num_warps=warps_of(at_once * block),
+    of_group, (warps, d_x, d_w, d_b) = channels // groups, _room(dy, groups, dx, dw, db)
+    if not dy.numel():
+        return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
+    if warps:
+        _launch_backward(
+            batches * groups, 1, 1, dy, x, w, mean, rstd, d_w, d_b, d_x, groups, size, dw, db, of_group,
+            cdiv(size, 32 * warps * EACH), warps, EACH, num_warps=warps,
         )
-        if dx:
-            block = block_of(of_group * size, CHUNK)
-            _launch_descend(
-                batches * groups, cdiv(of_group * size, block), 1, dy, x, w, mean, rstd, d_w, d_b, d_x, groups, of_group, size,
-                next_power_of_2(of_group), block, num_warps=warps_of(block),
-            )
-    return d_x, d_w if dw else None, d_b if db else None
+        return d_x, d_w, d_b
+    block = block_of(size, STEP)
+    at_once = max(1, TILE // block)
+    of_w, of_b = (dy.new_empty((batches, channels), dtype=torch.float32) if t is None else t for t in (d_w, d_b))
+    _launch_channel_sums(
+        cdiv(batches * channels, at_once), 1, 1, dy, x, mean, rstd, of_w, of_b, batches * channels, of_group, size, dw or dx,
+        at_once, block, num_warps=warps_of(at_once * block),
+    )
+    if dx:
+        block = block_of(of_group * size, CHUNK)
+        _launch_descend(
+            batches * groups, cdiv(of_group * size, block), 1, dy, x, w, mean, rstd, of_w, of_b, d_x, groups, of_group, size,
+            next_power_of_2(of_group), block, num_warps=warps_of(block),
+        )
+    return d_x, d_w, d_b
 
 
 @declared.group_norm_bwd.fake
-def _group_norm_bwd_fake(dy: Tensor, dx: bool, dw: bool, db: bool) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    parts = dy.new_empty(dy.shape[:2], dtype=torch.float32)
-    return torch.empty_like(dy) if dx else None, parts if dw else None, parts.clone() if db else None
+def _group_norm_bwd_fake(
+    dy: Tensor, groups: int, dx: bool, dw: bool, db: bool
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    return _room(dy, groups, dx, dw, db)[1:]

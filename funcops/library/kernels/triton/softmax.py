@@ -33,7 +33,7 @@ def _forward(x_ptr, y_ptr, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr)
 @triton.jit
 def _forward_long(x_ptr, y_ptr, width, KEPT: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr):
     first, i = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
-    highest, total = tl.full([], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
+    highest, total, none = tl.full([], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32), (width < 0).to(tl.int32)
     kept = ()
     for part in tl.static_range(KEPT):
         kept = kept + (tl.load(x_ptr + first + part * BLOCK + i, part * BLOCK + i < width, other=-float("inf")),)
@@ -47,7 +47,7 @@ def _forward_long(x_ptr, y_ptr, width, KEPT: tl.constexpr, STAGES: tl.constexpr,
         t = load_wide(x_ptr + first + start + i, start + i < width)
         store_rounded(y_ptr + first + start + i, tl.exp(t - highest) * factor, start + i < width)
     for part in tl.static_range(KEPT):
-        y = tl.exp(anew(kept[part]).to(tl.float32) - highest) * factor
+        y = tl.exp(anew(kept[part], none).to(tl.float32) - highest) * factor
         store_rounded(y_ptr + first + part * BLOCK + i, y, part * BLOCK + i < width)
 
 
@@ -69,7 +69,7 @@ def _backward(dy_ptr, y_ptr, dx_ptr, rows, width, ROWS: tl.constexpr, BLOCK: tl.
 @triton.jit
 def _backward_long(dy_ptr, y_ptr, dx_ptr, width, KEPT: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr):
     first, i = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
-    total = tl.full([], 0.0, tl.float32)
+    total, none = tl.full([], 0.0, tl.float32), (width < 0).to(tl.int32)
     dys, ys = (), ()
     for part in tl.static_range(KEPT):
         at, inside = first + part * BLOCK + i, part * BLOCK + i < width
@@ -83,7 +83,7 @@ def _backward_long(dy_ptr, y_ptr, dx_ptr, width, KEPT: tl.constexpr, STAGES: tl.
         at, inside = first + start + i, start + i < width
         store_rounded(dx_ptr + at, load_wide(y_ptr + at, inside) * (load_wide(dy_ptr + at, inside) - total), inside)
     for part in tl.static_range(KEPT):
-        dx = anew(ys[part]).to(tl.float32) * (anew(dys[part]).to(tl.float32) - total)
+        dx = anew(ys[part], none).to(tl.float32) * (anew(dys[part], none).to(tl.float32) - total)
         store_rounded(dx_ptr + first + part * BLOCK + i, dx, part * BLOCK + i < width)
 
 
