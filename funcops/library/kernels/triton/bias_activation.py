@@ -12,7 +12,7 @@ from torch import Tensor
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import bias_activation as declared
 from funcops.library.kernels.triton.activation import activate, derivative
-from funcops.library.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, load_wide, store_rounded, warps_of
+from funcops.library.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, load_wide, stages, store_rounded, warps_of
 from funcops.library.kernels.triton.norm import row_sums, sums_like
 from funcops.library.kernels.triton.norm_kernels import dropped
 from funcops.library.kernels.triton.pointwise import add_repeated, dropout, threshold_and_factor
@@ -25,16 +25,16 @@ AGAIN = 792  # programs if y is made again, 6 on each of 132 multiprocessors: mo
 @triton.jit
 def _backward(
     dy_ptr, x_ptr, b_ptr, dz_ptr, db_ptr, rows, width, KIND: tl.constexpr, BIAS: tl.constexpr, DB: tl.constexpr,
-    AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    AGAIN: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """With AGAIN, write y over dy."""
+    """With AGAIN, write y over dy: rows that are loaded ahead are not yet written."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = tl.zeros([1, BLOCK], tl.float32)
     if BIAS:
         b = load_wide(b_ptr + i, i < width)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for group in range(part, tl.cdiv(rows, ROWS), parts):
+    for group in tl.range(part, tl.cdiv(rows, ROWS), parts, num_stages=STAGES):
         row = group * ROWS + tl.arange(0, ROWS)
         at, inside = row[:, None] * width + i[None, :], (row < rows)[:, None] & (i < width)[None, :]
         z = load_wide(x_ptr + at, inside) + b
@@ -103,8 +103,9 @@ def _bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool, recomp
     if not rows:
         return dz, None if d_b is None else d_b.zero_()
     grid = _parts(rows, width, recompute), cdiv(width, block), 1
+    ahead = stages() if recompute and x.element_size() == 2 and width % 16 == 0 else 1  # of float32 enough bytes are in flight
     _launch_backward(
-        *grid, dy, x, contiguous(b), dz, d_b, rows, width, kind, b is not None, db, recompute, at_once, block,
+        *grid, dy, x, contiguous(b), dz, d_b, rows, width, kind, b is not None, db, recompute, ahead, at_once, block,
         num_warps=warps_of(TILE),
     )
     return dz, d_b
