@@ -17,7 +17,7 @@ from funcops.library.kernels.triton.common import anew, block_of, cdiv, flat_row
 TILE = 2048  # elements of short rows that a program takes
 LONGEST, LONGEST_BACK = 32768, 16384  # of a row taken whole; in the backward of two of them
 CHUNK = 8192  # elements of a longer row at a time
-KEPT = 2**17  # bytes of a longer row that stay in registers: half of those of a multiprocessor
+KEPT = 2**17  # bytes of a longer row that stay in registers: half of what a multiprocessor has
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # not -inf, as a row's first elements may be, too: the difference would be NaN
 
 
@@ -27,7 +27,7 @@ def _forward(x_ptr, y_ptr, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr)
     at, inside = row * width + i, (row < rows) & (i < width)
     t = tl.where(i < width, load_wide(x_ptr + at, inside), -float("inf"))
     weights = tl.exp(t - tl.maximum(tl.max(t, 1), LOWEST)[:, None])
-    store_rounded(y_ptr + at, weights / tl.sum(weights, 1)[:, None], inside)
+    store_rounded(y_ptr + at, weights * (1.0 / tl.sum(weights, 1))[:, None], inside)
 
 
 @triton.jit
