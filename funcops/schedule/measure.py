@@ -16,6 +16,7 @@ from funcops.engine.contract.needs import Needs, check_needs
 from funcops.engine.contract.op import Op
 from funcops.engine.errors import fail, require_count
 from funcops.engine.program.run import check_names, tied
+from funcops.engine.residuals.report import storages
 from funcops.engine.trees import nbytes, tensors, tree_map_tensors
 from funcops.memory.ledger import Ledger
 from funcops.schedule.simulate import Costs
@@ -38,11 +39,11 @@ def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, 
     >>> costs.residual_bytes, costs.output_bytes
     (2048, 2048)
     """
-    return _measured(op, params, x, cfg, needs, repeats, params)
+    return _measured(op, params, x, cfg, needs, repeats, 1, params)
 
 
-def _measured(op: Op, params: Any, x: Any, cfg: Any, needs: Needs, repeats: int, *besides: Any) -> Costs:
-    """Measure as `measure` does; storages of the trees `besides` are not counted."""
+def _measured(op: Op, params: Any, x: Any, cfg: Any, needs: Needs, repeats: int, block: int, *besides: Any) -> Costs:
+    """Measure as `measure` does; storages of the trees `besides` are not counted, and those that are in multiples of `block`."""
     check_body("measure", op, cfg)
     require_count("measure", repeats=repeats)
     check_needs("measure", needs, params, x)
@@ -67,15 +68,16 @@ def _measured(op: Op, params: Any, x: Any, cfg: Any, needs: Needs, repeats: int,
             _, pending = clocked("dgrad", op.dgrad, residuals, dy, cfg)
             clocked("wgrad", op.wgrad, pending, cfg)
     forward, dgrad, wgrad = (statistics.median(times[1:]) if times else 0.0 for times in timed.values())
-    kept, left = _net(residuals, *besides), _net(pending, *besides)
+    kept, left = _net(residuals, block, besides), _net(pending, block, besides)
     return Costs(forward, dgrad, wgrad, residual_bytes=kept, pending_bytes=left, output_bytes=nbytes(y))
 
 
 def measure_stages(
-    params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL, repeats: int = 5
+    params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL, repeats: int = 5, block: int = 1
 ) -> tuple[Costs, ...]:
     """Measure every stage of a staged chain, each on the y of the stage before; for `simulate(schedule, costs)`. Bytes are counted
-    as in `run`: net of params and of the chain's own x; a y that the next stage saves counts there.
+    as in `run`: net of params and of the chain's own x; a y that the next stage saves counts there. `block`: each tensor that is
+    kept counts as a multiple of so many bytes, as an allocator's (512 on a device).
     Raises `ValueError` or `TypeError` as `measure` does, and for a chain whose steps are not stages.
 
     >>> import torch
@@ -92,20 +94,19 @@ def measure_stages(
     check_staged("measure_stages", cfg, len(cfg.steps))
     check_names("measure_stages", "params", params, cfg)
     check_needs("measure_stages", needs, params, x)
-    require_count("measure_stages", repeats=repeats)
+    require_count("measure_stages", repeats=repeats, block=block)
     params, (main, extras) = tied("measure_stages", params, cfg.ties), split_x("measure_stages", x, cfg)
     found = []
     for step, wanted in zip(cfg.steps, cfg.needs_of_steps(needs), strict=True):
         given = step.x(main, extras)
-        found.append(_measured(step.op, params[step.name], given, step.cfg, wanted, repeats, params, x))
+        found.append(_measured(step.op, params[step.name], given, step.cfg, wanted, repeats, block, params, x))
         main, _ = step.split_y(step.op.fwd(params[step.name], given, step.cfg, needs=Needs.NONE)[0])
     return tuple(found)
 
 
-def _net(kept: Any, *besides: Any) -> int:
-    ledger = Ledger(*besides)
-    ledger.keep("measured", kept)
-    return ledger.nbytes
+def _net(kept: Any, block: int, besides: Any) -> int:
+    held = storages(besides)
+    return sum(-(-size // block) * block for key, size in storages(kept).items() if key not in held)
 
 
 def _synchronizer(x: Any) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from funcops.engine.compose.chain import ChainConfig
@@ -81,64 +81,71 @@ def run(
     >>> [str(event.action) for event in ran.events]
     ['0F0', '0F1', '1F0', '1B0', '1F1', '1B1', '0B0', '0B1']
     """
-    require_type("run", "schedule", schedule, Schedule)
-    check_staged("run", cfg, schedule.stages)
-    check_names("run", "params", params, cfg)
-    check_needs("run", needs, params, None if not isinstance(xs, (list, tuple)) or not xs else xs[0])
-    if done is not None:
-        require_callable("run", done=done)
-    if dys is not None:
-        require_type("run", "dys", dys, list, tuple)
-    if into is not None:
-        check_names("run", "into", into, cfg)
-    mains, extras = split_inputs("run", xs, schedule.microbatches, cfg)
-    if dys is not None and len(dys) != schedule.microbatches:
-        fail("run", "dys", f"a list of {schedule.microbatches}, one a microbatch", len(dys))
-    params, into = share_ties("run", params, into, cfg, needs)
-    at = _Pass(schedule, params, mains, extras, cfg, Ends("run", cfg, len(mains), dys, losses), needs, into, done)
-    start = time.perf_counter()
-    try:
-        for rank, action in schedule.order():
-            at.act(action)
-            at.events.append(Event(rank, action, at.ledgers[rank].nbytes, time.perf_counter() - start))
-    except BaseException:
-        for ledger in at.ledgers:
-            ledger.discard()
-        raise
-    for ledger in at.ledgers:
-        ledger.close()
-    dparams: Any = {stage.step.name: stage.dparams for stage in at.stages}
-    for path, _ in cfg.ties:
-        dparams = put(dparams, path, None)
-    return Ran(at.ends.ys(), dparams, at.dxs(cfg), at.events)
+    return Pass("run", Ledger, schedule, params, xs, cfg, dys, needs, into, done, losses).through()
 
 
-class _Pass:
-    """All stages, and the values between them: main values on their way forward, gradients on their way back."""
+class Pass:
+    """All stages, and the values between them: main values on their way forward, gradients on their way back. Made by a call of
+    `where`, whose arguments it checks, before anything runs. `ledger`: the class of what keeps residuals and pendings."""
 
     def __init__(
         self,
+        where: str,
+        ledger: type[Ledger],
         schedule: Schedule,
         params: Any,
-        mains: list[Any],
-        extras: list[Any],
+        xs: Any,
         cfg: ChainConfig,
-        ends: Ends,
+        dys: Any,
         needs: Needs,
         into: Any,
         done: Done | None,
+        losses: tuple[str, ...],
     ) -> None:
+        require_type(where, "schedule", schedule, Schedule)
+        check_staged(where, cfg, schedule.stages)
+        check_names(where, "params", params, cfg)
+        check_needs(where, needs, params, None if not isinstance(xs, (list, tuple)) or not xs else xs[0])
+        if done is not None:
+            require_callable(where, done=done)
+        if dys is not None:
+            require_type(where, "dys", dys, list, tuple)
+        if into is not None:
+            check_names(where, "into", into, cfg)
+        mains, extras = split_inputs(where, xs, schedule.microbatches, cfg)
+        if dys is not None and len(dys) != schedule.microbatches:
+            fail(where, "dys", f"a list of {schedule.microbatches}, one a microbatch", len(dys))
+        params, into = share_ties(where, params, into, cfg, needs)
+        self.ends = Ends(where, cfg, len(mains), dys, losses)
+        self.schedule, self.cfg = schedule, cfg
         self.last, self.count = schedule.stages - 1, schedule.microbatches
-        self.ledgers = [Ledger(params, mains, extras) for _ in schedule.ranks]
+        self.ledgers = [ledger(params, mains, extras) for _ in schedule.ranks]
         self.stages, done = [], told_of_ties(done, cfg)
         for i, step in enumerate(cfg.steps):
-            ledger, sums = self.ledgers[schedule.rank_of[i]], None if into is None else into[step.name]
-            self.stages.append(Stage(cfg, i, params[step.name], ledger, needs, sums, count=self.count, done=done))
-        self.extras, self.ends = extras, ends
+            own, sums = self.ledgers[schedule.rank_of[i]], None if into is None else into[step.name]
+            self.stages.append(Stage(cfg, i, params[step.name], own, needs, sums, count=self.count, done=done))
+        self.extras = extras
         self.forward: dict[tuple[int, int], Any] = {(0, m): main for m, main in enumerate(mains)}
         self.gradients: dict[tuple[int, int], Any] = {}
         self.sums: list[dict[str, Any]] = [{} for _ in mains]
-        self.events: list[Event] = []
+
+    def through(self, act: Callable[[int, Action], None] | None = None) -> Ran:
+        """Run all actions in the schedule's order, each by `act(rank, action)`, by default as it is; return their results."""
+        start, events = time.perf_counter(), []
+        try:
+            for rank, action in self.schedule.order():
+                self.act(action) if act is None else act(rank, action)
+                events.append(Event(rank, action, self.ledgers[rank].nbytes, time.perf_counter() - start))
+        except BaseException:
+            for ledger in self.ledgers:
+                ledger.discard()
+            raise
+        for ledger in self.ledgers:
+            ledger.close()
+        dparams: Any = {stage.step.name: stage.dparams for stage in self.stages}
+        for path, _ in self.cfg.ties:
+            dparams = put(dparams, path, None)
+        return Ran(self.ends.ys(), dparams, self.dxs(), events)
 
     def act(self, action: Action) -> None:
         index, kind, m = action
@@ -157,8 +164,6 @@ class _Pass:
             dy = stage.step.dy(self.gradients.pop((index, m)), self.ends.gradients[m])
             self.gradients[index - 1, m] = half(m, dy, self.sums[m])
 
-    def dxs(self, cfg: ChainConfig) -> list[Any]:
-        mains = [self.gradients.get((-1, m)) for m in range(self.count)]
-        if not cfg.extras:
-            return mains
-        return [WithExtras(dx, {name: sums.get(name) for name in cfg.extras}) for dx, sums in zip(mains, self.sums, strict=True)]
+    def dxs(self) -> list[Any]:
+        mains, names = [self.gradients.get((-1, m)) for m in range(self.count)], self.cfg.extras
+        return [WithExtras(dx, {n: sums.get(n) for n in names}) if names else dx for dx, sums in zip(mains, self.sums, strict=True)]

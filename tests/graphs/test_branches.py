@@ -23,6 +23,7 @@ from funcops import (
     skip,
     trees,
 )
+from funcops.adapters.graphs import branches
 from funcops.engine.errors import CaptureError
 from funcops.graphs import branch, graph_data, graphed, wgrads_beside
 
@@ -213,6 +214,11 @@ def test_branches_are_entered_and_joined_once():
         side.join()
     with branch("b") as other:
         side.join()
+        with pytest.raises(
+            GraphOrderError, match="branch 'a': must be waited for between its block and its join, got one that is joined"
+        ):
+            side.wait()
+    other.wait()
     other.join()
     with pytest.raises(GraphOrderError, match="a second join"):
         side.join()
@@ -220,6 +226,59 @@ def test_branches_are_entered_and_joined_once():
         pass
     with pytest.raises(TypeError, match="branch: name must be"):
         branch(3)
+
+
+def lent(x, wait):
+    """A branch reads memory that another branch made and frees at once, and then gets more."""
+    with branch("maker") as maker:
+        y = x + 1
+    with branch("reader") as reader:
+        maker.wait()
+        z = y * 2
+    del y
+    with branch("maker") as again:
+        if wait:
+            reader.wait()
+        w = x + 3
+    for side in (maker, reader, again):
+        side.join()
+    return z, w, reader
+
+
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("careless", [False, True])
+def test_memory_that_a_branch_still_reads_is_given_to_nobody(wait, careless, monkeypatch):
+    """It is kept until its maker waits for the reader; without that a capture refuses it, and names both operators."""
+    if careless:
+        monkeypatch.setattr(branches._Held, "keep", lambda held, given: None)
+    if careless and not wait:
+        said = "in 'maker', must not get the memory that aten.add.Tensor .* made while aten.mul.Tensor, "
+        with pytest.raises(CaptureError, match=f"{said}which reads it in 'reader', .* may run: keep the tensor until its branch"):
+            graphed(lambda x: lent(x, wait)[:2], torch.ones(2), warmup=0)
+        return
+    captured = graphed(lambda x: lent(x, wait)[:2], torch.ones(2), warmup=0)
+    assert [t.tolist() for t in captured(torch.zeros(2))] == [[2.0, 2.0], [3.0, 3.0]]
+
+
+def test_a_wait_lets_go_of_what_the_waiting_branch_made():
+    found = []
+
+    def step(x):
+        with branch("maker") as maker:
+            y = x + 1
+        with branch("reader") as reader:
+            maker.wait()
+            z = y * x
+        held = [t is y for t in reader._held.tensors.values()]
+        with branch("maker") as again:
+            reader.wait()
+        found.append((sum(held), len(held), [t is y for t in reader._held.tensors.values()]))
+        for side in (maker, reader, again):
+            side.join()
+        return z
+
+    graphed(step, torch.ones(2), warmup=0)
+    assert found == [(1, 2, [False])], "x is of the main branch"
 
 
 def test_an_error_inside_leaves_no_branch():

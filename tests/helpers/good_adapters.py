@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from good_rows import ANY, CFG, META_KEY, NAME, ONE, Row, doubled, params, x
+from good_rows import ANY, CFG, CHAIN, META_KEY, NAME, ONE, Row, chain_params, doubled, params, x
+from good_schedules import run_good
 
 from funcops import Needs, graphs, linear, nn, note, random, recording
 from funcops.engine.trees import tree_map_tensors
@@ -30,6 +31,10 @@ ADAPTERS = {
     "graphs.graph_diff": Row(lambda: {"before": NODES, "after": NODES}),
     "graphs.graph_memory": Row(lambda: {"fn": lambda: None}),
     "graphs.register_hooks": Row(lambda: {"hooks": graphs.Hooks()}),
+    "graphs.run_beside": Row(run_good, {"xs": ([x()], []), "dys": ([x()],)}),
+    "graphs.schedule_memory": Row(
+        lambda: {"schedule": run_good()["schedule"], "params": chain_params(), "x": x(), "cfg": CHAIN, "needs": Needs.ALL}
+    ),
     "graphs.wgrads_beside": Row(lambda: {"cfg": CFG}, accepts={("cfg", "IdentityConfig()"): "a config without a repeat"}),
     "graphs.when": Row(lambda: {"flag": torch.tensor(True), "update": lambda t: t.add_(1), "trees": (x(),)}),
     "named_scope": Row(

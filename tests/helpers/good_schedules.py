@@ -172,7 +172,8 @@ SCHEDULES = {
         lambda: {"op": linear, "params": params(), "x": x(), "cfg": CFG, "needs": Needs.ALL, "repeats": 1}, {"repeats": (0,)}
     ),
     "schedule.measure_stages": Row(
-        lambda: {"params": chain_params(), "x": x(), "cfg": CHAIN, "needs": Needs.ALL, "repeats": 1}, {"repeats": (0,)}
+        lambda: {"params": chain_params(), "x": x(), "cfg": CHAIN, "needs": Needs.ALL, "repeats": 1, "block": 1},
+        {"repeats": (0,), "block": (0,)},
     ),
     "schedule.run": Row(run_good, {"xs": ([x()], []), "dys": ([x()],)}),
 }

@@ -32,7 +32,7 @@ from funcops.schedule import (
     zb_h1,
     zb_v,
 )
-from funcops.schedule.run import _Pass
+from funcops.schedule.run import Pass
 from funcops.testing.checks import same_bits
 
 M = 16
@@ -107,7 +107,7 @@ def test_what_the_plan_saves_is_not_allocated(monkeypatch):
     """All storages alive after each action: those that wait, the sums of gradients, and values between stages."""
     cfg, params, xs, choices = setup(4)
     made = one_f_one_b(4, M)
-    plan, act = level(made, choices), _Pass.act
+    plan, act = level(made, choices), Pass.act
     sums = sum(t.untyped_storage().nbytes() for t in tensors(params))
     most = []
     for schedule, staged in ((made, cfg), (plan.schedule, plan.staged(cfg))):
@@ -117,7 +117,7 @@ def test_what_the_plan_saves_is_not_allocated(monkeypatch):
             act(self, action)
             found.append((alive.nbytes, sum(ledger.nbytes for ledger in self.ledgers)))
 
-        monkeypatch.setattr(_Pass, "act", counted)
+        monkeypatch.setattr(Pass, "act", counted)
         with Alive() as alive:
             run(schedule, params, xs, staged)
         between = 16 * xs[0].main.numel() * 8 * 8

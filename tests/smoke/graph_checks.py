@@ -25,8 +25,9 @@ from funcops import (
     rms_norm,
     skip,
 )
-from funcops.adapters.graphs import Hooks, graph_data, graph_memory, graphed, wgrads_beside, when
+from funcops.adapters.graphs import Hooks, graph_data, graph_memory, graphed, run_beside, schedule_memory, wgrads_beside, when
 from funcops.engine.trees import tensors, tree_map_tensors
+from funcops.schedule import run, zb_v
 
 SEGMENT = 20 << 20  # bytes that the allocator rounds a pool's memory up to
 
@@ -114,6 +115,32 @@ def branches_of_a_graph_have_the_bits_of_a_run_in_turn(on: SmokeDevice) -> Any:
         return {}
     times = {name: milliseconds(lambda graph=graph: graph(params, x)) for name, graph in (("in turn", turn), ("at once", at_once))}
     return times | {"ratio": times["at once"] / times["in turn"]}
+
+
+@check
+def a_zero_bubble_step_of_four_stages_is_one_graph(on: SmokeDevice) -> Any:
+    """ZB-V with eight microbatches, a branch for each rank: the bits of a run in turn, the bytes that were known before, and both
+    times, which are measured, not asserted."""
+    _, layer, params, x = layers(on)
+    stages = {f"s{i}": params for i in range(4)}
+    cfg = ChainConfig(steps=tuple(Step(name, repeat, layer) for name in stages))
+    made, xs = zb_v(2, 8), torch.stack([x + i for i in range(8)])
+
+    def step(how: Any) -> Any:
+        return lambda xs: (lambda ran: (torch.stack(ran.ys), ran.dparams))(how(made, stages, list(xs), cfg, list(xs)))
+
+    ahead = schedule_memory(made, stages, x, cfg)
+    turn, at_once = graphed(step(run), xs), graphed(step(run_beside), xs)
+    want = turn(xs)
+    for _ in range(3):
+        same(at_once(xs), want)
+    found = {"slots": ahead.slots, "peaks": ahead.peak_bytes, "pool": at_once.report().pool_bytes}
+    if not on.real:
+        assert graph_data(at_once).width > 1 == graph_data(turn).width
+        return found
+    assert sum(ahead.peak_bytes) <= found["pool"], found
+    times = {name: milliseconds(lambda graph=graph: graph(xs)) for name, graph in (("in turn", turn), ("at once", at_once))}
+    return found | times | {"ratio": times["at once"] / times["in turn"]}
 
 
 @check

@@ -14,8 +14,17 @@ from funcops.adapters.graphs.hooks import Hooks
 from funcops.adapters.graphs.slot import Slot
 from funcops.adapters.graphs.statics import Inputs, restored
 from funcops.adapters.graphs.without_gpu.faults import without_autograd
-from funcops.engine.errors import GradModeError, require_callable, require_count, require_flag, require_type, size_of
-from funcops.engine.trees import tree_map
+from funcops.engine.errors import (
+    GradModeError,
+    describe,
+    require,
+    require_callable,
+    require_count,
+    require_flag,
+    require_type,
+    size_of,
+)
+from funcops.engine.trees import tensors, tree_map
 
 
 class Report(NamedTuple):
@@ -112,6 +121,7 @@ def graphed(
     slots: int = 1,
     inputs: str | Mapping[str, str] = "copy",
     outputs: str = "clone",
+    state: Any = None,
     warmup: int = 3,
     pool: Any = None,
     stream: Any = None,
@@ -129,9 +139,12 @@ def graphed(
     number): "copy" into the graph's own buffer (skipped if the input is that buffer), "pinned" to the caller's memory, whose
     address must not change, or "donated": pinned, and the function writes to it. `outputs`: "clone", or "borrow" the graph's
     buffers, which the next call but `slots - 1` overwrites; with `debug` any use after that raises `BorrowedError`. `warmup`
-    runs come first; their writes to donated leaves are undone, and no others: a function that trains a module from outside, whose
-    weights it does not take, trains it in these runs, too. Everything that changes from call to call must be a tensor: keys,
-    learning rates, counters.
+    runs come first; their writes to donated leaves and to `state` are undone, and no others: a function that trains a module from
+    outside, whose weights it does not take, trains it in these runs, too. Everything that changes from call to call must be a
+    tensor: keys, learning rates, counters.
+
+    `state`: a tree of tensors that the function reads and writes from outside its arguments, such as params, an optimiser's state
+    and accumulators. The graph keeps them, and a call neither takes nor checks them: write to them in place.
 
     Slots whose outputs are borrowed have a memory pool each. `pool`: another graphed function or op (or a torch `MemPool` or pool
     handle), whose memory the first slot shares. The two must not run at the same time, and a call of the one that was captured
@@ -158,10 +171,12 @@ def graphed(
     require_count("graphed", slots=slots)
     require_flag("graphed", keep_graph=keep_graph, debug=debug)
     require_type("graphed", "inputs", inputs, str, Mapping)
-    capturer = Capturer("graphed", examples, pool, Options(stream, capture_error_mode, keep_graph, hooks), warmup)
+    require(state is None or bool(tensors(state)), "graphed", "state", "a tree with tensors", describe(state))
+    capturer = Capturer("graphed", (examples, state), pool, Options(stream, capture_error_mode, keep_graph, hooks), warmup)
     lent = outputs == "borrow"  # cloned outputs are safe from later replays, so their slots share one pool
     made = [
-        _capture(fn, examples, inputs, outputs, debug, capturer.of_slot(i) if lent else capturer, warm=i == 0) for i in range(slots)
+        _capture(fn, examples, inputs, outputs, debug, state, capturer.of_slot(i) if lent else capturer, warm=i == 0)
+        for i in range(slots)
     ]
     return Graphed(fn, made, capturer)
 
@@ -172,22 +187,24 @@ def _capture(
     policies: str | Mapping[str, str],
     policy: str,
     debug: bool,
+    state: Any,
     capturer: Capturer,
     warm: bool,
 ) -> Slot:
     reads = Inputs("graphed", examples, policies)
-    slot = Slot(capturer, reads.donated)
+    written = [*reads.donated, *tensors(state)]
+    slot = Slot(capturer, written)
     slot.inputs[CALL] = reads
 
     def call() -> Any:
         return fn(*tree_map(lambda leaf: leaf, reads.trees))  # a new tree for each call, because the function may donate it
 
-    with torch.no_grad(), restored(reads.donated):
+    with torch.no_grad(), restored(written):
         try:
             if warm:
                 capturer.warm_up(call)
             reads.check_unwritten()
-            result = slot.capture(CALL, call)
+            result = slot.capture(CALL, call, keep=state)
         except RuntimeError as error:
             if remedy := without_autograd(error):
                 raise GradModeError(f"graphed: {error}{remedy}") from error

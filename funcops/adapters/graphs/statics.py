@@ -65,8 +65,7 @@ class Inputs:
     def take(self, given: tuple[Any, ...]) -> list[Any]:
         """Check every leaf, then copy the leaves of policy `copy`. Returns the given leaves. Raises `ValueError` or `TypeError`."""
         values = self.check(given)
-        with torch.no_grad():
-            self.copy(values)
+        self.copy(values)  # of no leaf that requires grad, in grad mode
         return values
 
     def check(self, given: tuple[Any, ...]) -> list[Any]:
@@ -79,7 +78,8 @@ class Inputs:
         if self._nodes:
             self._check_fresh(given)
         for i, (leaf, value, address) in enumerate(zip(self.leaves, values, self.lease.addresses, strict=True)):
-            if value is None or value is not leaf.own or value.data_ptr() != address:  # a pinned leaf mostly is the very tensor
+            # a pinned leaf mostly is the very tensor, and many leaves are None
+            if value is not leaf.own or (leaf.static is not None if value is None else value.data_ptr() != address):
                 self._check_leaf(i, leaf, value)
         return values
 

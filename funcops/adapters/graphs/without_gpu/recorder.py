@@ -11,6 +11,7 @@ that a graph uses for temporaries, a replay writes garbage over the results of l
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -211,12 +212,13 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.recording = recording
         self.count = 0
-        self.known: dict[int, Any] = {}  # by id: the number of a tensor made here
-        self.storages: dict[int, tuple[Value, Tensor]] = {}  # by storage: the first tensor made on it
+        self.known: dict[int, tuple[weakref.ref[Tensor], Value]] = {}  # by id: the number of a tensor made here
+        self.storages: dict[int, tuple[Made, weakref.ref[Tensor]]] = {}  # by storage: the first tensor made on it
         self.lent: set[int] = set()  # storages of other recordings
         self.after = branches.Order()
         self.buffers: dict[int, int] = {}  # by storage: a number
-        self.alive: list[Tensor] = []  # so that ids and storages are not reused while this records
+        self.living: dict[int, Weak] = {}  # by number; what is weakly held keeps the address of its storage from being used again
+        self.freed: dict[int, tuple[int, Weak]] = {}  # by number: the operator before which the memory was freed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -229,6 +231,8 @@ class _Recorder(TorchDispatchMode):
             raise CaptureError(
                 f"{user_line()}: generator: a custom generator is not registered with the graph: use a key (funcops.random)"
             )
+        if len(self.after.last) > 1:  # without a branch, memory is used in turn
+            self._free()
         out = func(*args, **kwargs)
         given = {id(t) for t in flat_tensors([args, kwargs])}
         taken_args, taken_kwargs = self._take(args), self._take(kwargs)
@@ -251,19 +255,28 @@ class _Recorder(TorchDispatchMode):
         return (frozenset(), writes) if results and not writes else (reads, writes)  # a view reads nothing
 
     def _buffer(self, t: Tensor) -> int:
-        return self.buffers.setdefault(t.untyped_storage()._cdata, len(self.buffers))
+        storage = t.untyped_storage()
+        number = self.buffers.setdefault(storage._cdata, len(self.buffers))
+        if number not in self.living:
+            self.living[number] = Weak(storage)
+        return number
+
+    def _free(self) -> None:
+        """Note which memory was freed since the last operator."""
+        for number in [number for number, one in self.living.items() if one.expired()]:
+            self.freed[number] = len(self.recording.calls), self.living.pop(number)
 
     def _number(self, t: Tensor, given: set[int]) -> int:
         """A new number for a result; an argument that was written in place and returned keeps its number."""
         number, self.count = self.count, self.count + 1
         if id(t) in given:
             return number
-        self.alive.append(t)
         key = t.untyped_storage()._cdata
         value = Value(number)
         if key in self.storages or not self._outside(t):
-            self.known[id(t)] = value
-            self.storages.setdefault(key, (value, t))
+            self.known[id(t)] = weakref.ref(t), value
+            if key not in self.storages:
+                self.storages[key] = Made(value, Lent.of(t)), weakref.ref(t)
         return number
 
     def _outside(self, t: Tensor) -> bool:
@@ -282,42 +295,46 @@ class _Recorder(TorchDispatchMode):
 
     def _source(self, t: Tensor) -> Any:
         """The source from which a replay gets t: its number, a view of a numbered storage, or the static tensor itself."""
-        if id(t) in self.known:
-            return self.known[id(t)]
+        known = self._known(t)
+        if known is not None:
+            return known
         made = self.storages.get(t.untyped_storage()._cdata)
         if made is not None:
-            self.alive.append(t)
-            return _over(made[0], t)
+            return _over(made[0].value, t)
         key = t.untyped_storage()._cdata
         owner = self.recording.pool.owner(t)
         if owner is None:
             self.recording.statics.setdefault(key, t)
             return t
         owner[0].keep(owner[1])
-        self.alive.append(t)
         self.lent.add(key)
         return Lent.of(t)
+
+    def _known(self, t: Tensor) -> Value | None:
+        """The number of a tensor made here; another may have had its id."""
+        ref, value = self.known.get(id(t), (None, None))
+        return value if ref is not None and ref() is t else None
 
     def finish(self, outputs: list[Tensor]) -> None:
         """Register the results as outputs, and remember all other storages weakly. Raises `CaptureError` for branches that are not
         joined, or that race."""
         calls = self.recording.calls
         self.after.finish()
-        branches.check_races(calls)
+        branches.check_races(calls, {number: at for number, (at, _) in self.freed.items()})
         makers = {number: i for i, call in enumerate(calls) for number in call.results}
-        took = [{makers[n] for n in _numbers([call.args, call.kwargs])} for call in calls]
+        took = [{makers[n] for n in numbers_in([call.args, call.kwargs])} for call in calls]
         self.recording.order = branches.late(calls, took)
         for t in outputs:
             made = self.storages.get(t.untyped_storage()._cdata)
             if made is not None and 0 in t.stride():  # an expanded tensor cannot be written to, so all of its memory is
-                self.recording.outputs.append((made[0], Lent.of(made[1])))
+                self.recording.outputs.append(_now(*made))
             elif made is not None:
-                self.recording.outputs.append((self.known.get(id(t), _over(made[0], t)), Lent.of(t)))
-        for key, (value, t) in self.storages.items():
-            self.recording.made[key] = Made(value, Lent.of(t))
-        self.alive.clear()
+                self.recording.outputs.append((self._known(t) or _over(made[0].value, t), Lent.of(t)))
+        self.recording.made = {key: _now(*made) for key, made in self.storages.items() if not made[0].lent.storage.expired()}
         self.known.clear()
         self.storages.clear()
+        self.living.clear()
+        self.freed.clear()
 
 
 def _spoil(t: Tensor) -> None:
@@ -327,6 +344,12 @@ def _spoil(t: Tensor) -> None:
     else:
         loud = 0xFF if t.dtype.is_floating_point or t.dtype.is_complex else 0x7F
         torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()).fill_(loud)
+
+
+def _now(made: Made, ref: weakref.ref[Tensor]) -> Made:
+    """The same tensor, with the shape that it has by now."""
+    t = ref()
+    return made if t is None else Made(made.value, Lent.of(t))
 
 
 def _over(value: Value, t: Tensor) -> View:
@@ -353,11 +376,11 @@ def _resolve(value: Any, values: dict[int, Tensor]) -> Any:
     return value
 
 
-def _numbers(value: Any) -> list[int]:
+def numbers_in(value: Any) -> list[int]:
     if type(value) is Value:
         return [value.i]
     if type(value) is View:
         return [value.base.i]
     if isinstance(value, (list, tuple)):
-        return [n for v in value for n in _numbers(v)]
-    return [n for v in value.values() for n in _numbers(v)] if isinstance(value, dict) else []
+        return [n for v in value for n in numbers_in(v)]
+    return [n for v in value.values() for n in numbers_in(v)] if isinstance(value, dict) else []
