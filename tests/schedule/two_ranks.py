@@ -1,7 +1,8 @@
 """Groups of ranks that run a pipeline, all at once: `python two_ranks.py FOLDER [COUNT:]MODES...`, two ranks unless told. Each rank
 prints a line of numbers a case, or fails; their exit codes are printed last.
 
-MODES of four ranks: allocated. MODES of a pair, with commas between: gradients (for every schedule), curve (for six); drawn;
+MODES of four ranks: allocated, graphed (against an eager pipeline), raises, stops (rank 2 in its second step).
+MODES of a pair, with commas between: gradients (for every schedule), curve (for six); drawn;
 leveled; leaves; tied; frozen; logged; recorded; outputs; reduce; modules; nan, refused (rank 1's first step), kill, raise (rank 1
 goes wrong in its second step). Each says `== MODE` first.
 """
@@ -47,7 +48,7 @@ from funcops.schedule import (
 from funcops.testing.checks import same_bits
 
 M, DRAWN, ROWS = 8, 18, 48
-LONG, SHORT = timedelta(minutes=10), timedelta(seconds=20)
+LONG, SHORT, BRIEF = timedelta(minutes=10), timedelta(seconds=20), timedelta(seconds=8)
 
 
 SCHEDULES = {
@@ -346,6 +347,53 @@ def raise_(path):
     while not ended.exists():
         time.sleep(0.05)
     os._exit(0)
+
+
+def graphed():
+    """Graphs between messages have the bits of the eager pipeline, in three steps of training, with accumulators and without."""
+    for made in (zb_v(4, M), one_f_one_b(4, M), interleaved_zb(4, M)):
+        cfg, params, xs = setup(cfg=decoder(made.stages, keyed=True))
+        eager, captured = (Pipeline(made, cfg, xs[0], dtype=torch.float64, graphed=one) for one in (False, True))
+        first, second = (tree_map_tensors(torch.clone, local(eager, params)) for _ in range(2))
+        for step in range(3):
+            xs = microbatches(M, cfg, seed=step)
+            found, peaks = [], []
+            for pipeline, own in ((eager, first), (captured, second)):
+                ys, dparams, dxs, peak = pipeline.step(own, xs)
+                peaks.append(peak)
+                found.append((ys, dparams, dxs))
+                tree_map_tensors(lambda p, g: p.sub_(0.1 * g), own, dparams)
+            same_bits(found[1], found[0], f"of {made.name}, step {step}")
+            assert peaks[0] == peaks[1] > 0
+        print(made.name, 0.0)
+
+
+def who_failed(go_wrong):
+    """The second step of four ranks, of which rank 2 goes wrong: what the others say. The word of rank 2 is not needed any more
+    when all have ended."""
+    cfg, params, xs = setup(cfg=decoder(4))
+    dist.barrier()
+    pipeline = Pipeline(one_f_one_b(4, M), cfg, xs[0], dtype=torch.float64, group=dist.new_group(timeout=BRIEF), graphed=True)
+    own = local(pipeline, params)
+    pipeline.step(own, xs)
+    if dist.get_rank() == 2:
+        go_wrong(pipeline, own, xs)
+    else:
+        fails(pipeline, own, xs)
+    os._exit(0)
+
+
+def raises():
+    def go_wrong(pipeline, own, xs):
+        pipeline._graphs.graphs[1].replay = lambda: 1 / 0
+        fails(pipeline, own, xs)
+        time.sleep(3 * BRIEF.total_seconds())
+
+    who_failed(go_wrong)
+
+
+def stops():
+    who_failed(lambda *_: time.sleep(3 * BRIEF.total_seconds()))
 
 
 def reduce():

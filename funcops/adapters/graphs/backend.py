@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -59,6 +60,9 @@ class Backend(Protocol):
     def pool(self) -> Any: ...
     def warm_up(self, fn: Callable[[], Any], times: int, options: Options) -> None: ...
     def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]: ...
+    def capture_parts(
+        self, parts: Sequence[Callable[[], Any]], outputs: Outputs, pool: Any, options: Options
+    ) -> list[Captured]: ...
     def pool_bytes(self, pool: Any) -> int: ...
 
 
@@ -109,6 +113,11 @@ class Capturer:
         values."""
         return self.backend.capture(fn, outputs, self.pool, self.options)
 
+    def capture_parts(self, parts: Sequence[Callable[[], Any]], outputs: Outputs) -> list[Captured]:
+        """Capture functions as a graph each, all in one pool, which are only replayed one after another: a part reads what those
+        before it made, whose memory is free once it was read. `outputs`: of the last part's result."""
+        return self.backend.capture_parts(parts, outputs, self.pool, self.options)
+
 
 class RecorderBackend:
     name = "recorder"
@@ -121,19 +130,30 @@ class RecorderBackend:
             fn()
 
     def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]:
-        recording = recorder.Recording(pool)
-        captured = _Recorded(recording, options, tells=bool(notes.takers))
+        captured, results = self._captured([fn], outputs, pool, options)
+        return captured[0], results[0]
 
-        def call() -> Any:
-            captured.tell("capture_start")
+    def capture_parts(self, parts: Sequence[Callable[[], Any]], outputs: Outputs, pool: Any, options: Options) -> list[Captured]:
+        return list(self._captured(parts, outputs, pool, options)[0])
+
+    def _captured(
+        self, parts: Sequence[Callable[[], Any]], outputs: Outputs, pool: Any, options: Options
+    ) -> tuple[list[_Recorded], list[Any]]:
+        recording = recorder.Recording(pool)
+        captured = [_Recorded(recording, part, options, tells=bool(notes.takers)) for part in range(len(parts))]
+
+        def call(one: _Recorded, fn: Callable[[], Any]) -> Any:
+            one.tell("capture_start")
             return fn()
 
-        result = recorder.record_into(recording, call, outputs)
-        captured.entry = TimelineEntry(pool)
-        captured.tell("capture_end")
-        if not options.keep_graph:
-            captured.instantiate()
-        return captured, result
+        calls = [functools.partial(call, one, fn) for one, fn in zip(captured, parts, strict=True)]
+        results = recorder.record_parts(recording, calls, lambda found: outputs(found[-1]))
+        for one in captured:
+            one.entry = TimelineEntry(pool)
+            one.tell("capture_end")
+            if not options.keep_graph:
+                one.instantiate()
+        return captured, results
 
     def pool_bytes(self, pool: Any) -> int:
         lent = [one.get() for recording in pool.recordings for _, one in recording.outputs]
@@ -141,15 +161,17 @@ class RecorderBackend:
 
 
 class _Recorded(Life):
+    """A part of a recording, mostly the whole."""
+
     entry: TimelineEntry
 
-    def __init__(self, recording: recorder.Recording, options: Options, tells: bool) -> None:
+    def __init__(self, recording: recorder.Recording, part: int, options: Options, tells: bool) -> None:
         super().__init__(options.hooks, recording.reset)
-        self.recording, self.tells = recording, tells
+        self.recording, self.part, self.tells = recording, part, tells
 
     def replay(self) -> None:
         recorded(self.tells)
-        self.replayed(self.recording.replay)
+        self.replayed(functools.partial(self.recording.replay_part, self.part))
         self.entry.replayed()
 
     def reset(self) -> None:
@@ -157,7 +179,8 @@ class _Recorded(Life):
         self.entry.leave()
 
     def kernels(self) -> int | None:
-        return self.recording.operators
+        recording = self.recording
+        return sum(recording.calls[number].moves for number in recording.numbers(self.part)) if recording.ends else 0
 
     def data(self) -> GraphData:
         return from_recording(self.recording)
@@ -237,6 +260,9 @@ class DeviceBackend:
         if not options.keep_graph:  # torch has instantiated it
             captured.instantiate()
         return captured, result
+
+    def capture_parts(self, parts: Sequence[Callable[[], Any]], outputs: Outputs, pool: Any, options: Options) -> list[Captured]:
+        return [self.capture(part, outputs, pool, options)[0] for part in parts]
 
     def pool_bytes(self, pool: Any) -> int:
         segments = [segment for one in _pools(pool) for segment in torch.cuda.memory_snapshot(one)]

@@ -41,13 +41,29 @@ class InFlight:
         return f"InFlight({self.kind} in slot {self.slot}: {self.tree!r})"
 
 
+States = list[tuple[Any, Any]]
+
+
+def states_of(op: Op, cfg: Any) -> States:
+    """The traced functions and modules of an op, each with its state."""
+    return [(part.op.traces, part.op.traces.state()) for part in walk(cfg, op=op) if part.op.traces is not None]
+
+
+def check_states(where: str, states: States) -> None:
+    """Raise if a traced function or module has changed since."""
+    for traces, captured in states:
+        if traces.state() != captured:
+            wanted = "in the state and mode in which it was captured"
+            fail(where, traces.label, wanted, "a change, which a replay would not see: capture again")
+
+
 class GraphedOp:
     """A captured op, made by `graphed_op`."""
 
     def __init__(self, op: Op, cfg: Any, capturer: Capturer, slots: list[Slot], into: Any) -> None:
         self.op, self.cfg, self.backend, self.pool = op, cfg, capturer.backend, capturer.pool
         self._slots, self._into, self._capturer = slots, into, capturer
-        self._states = [(part.op.traces, part.op.traces.state()) for part in walk(cfg, op=op) if part.op.traces is not None]
+        self._states = states_of(op, cfg)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(f"graphed {self.op.name}")
@@ -62,10 +78,7 @@ class GraphedOp:
                 f"graphed {self.op.name}_fwd: a slot must be free, "
                 f"got {len(self._slots)} in flight ({held or 'none, after reset()'})"
             )
-        for traces, captured in self._states:
-            if traces.state() != captured:
-                wanted = "in the state and mode in which it was captured"
-                fail(f"graphed {self.op.name}_fwd", traces.label, wanted, "a change, which a replay would not see: capture again")
+        check_states(f"graphed {self.op.name}_fwd", self._states)
         slot = self._slots[index]
         y = slot.run("fwd", (params, x))
         _, residuals = slot.results["fwd"]

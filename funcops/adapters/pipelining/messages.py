@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from funcops.adapters.pipelining.words import Lost
 from funcops.schedule.actions import Action
 from funcops.schedule.exchange import Exchange
 
@@ -17,14 +18,18 @@ Values = tuple[Any, ...]  # the leaves of the boundary of two stages: tensors, a
 
 
 class Started(NamedTuple):
-    """A message in flight: its leaves, and the handles to wait for."""
+    """A message in flight, from or to `peer`: its leaves, and the handles to wait for. Raises `Lost` if it does not arrive."""
 
     values: Values
     works: Sequence[Any]
+    peer: int
 
     def wait(self) -> Values:
-        for work in self.works:
-            work.wait()
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise Lost(self.peer, error) from error
         return self.values
 
 
@@ -32,10 +37,12 @@ class Messages:
     """The messages that this rank sends and receives. `boundaries[s]`: examples of the input leaves of stage s; `gradients[s]`:
     whether their gradients are sent back. The examples give shapes and dtypes, so that only values are sent.
 
-    A started message is kept until it is waited for, because a backend may still read it."""
+    A started message is kept until it is waited for, because a backend may still read it. `into`: memory in which messages are
+    received; others get new memory."""
 
     def __init__(self, boundaries: Sequence[Values], gradients: Sequence[bool], device: torch.device, group: Any) -> None:
         self.boundaries, self.gradients, self.device, self.group = boundaries, gradients, device, group
+        self.into: Mapping[Action, Values] = {}
         self._given: dict[Action, Values] = {}
         self._sent: dict[Action, Started] = {}
         self._coming: dict[Action, Started] = {}
@@ -48,17 +55,20 @@ class Messages:
         """Start all messages of an exchange in one batch."""
         batch: list[tuple[dict[Action, Started], Action, Values, Any]] = [
             *((self._sent, one, self._leaves(one, self._given.pop(one)), dist.isend) for one in exchange.sends),
-            *((self._coming, one, self._leaves(one), dist.irecv) for one in exchange.receives),
+            *((self._coming, one, self.into.get(one) or self.memory(one), dist.irecv) for one in exchange.receives),
         ]
         peer = {"group": self.group, "group_peer": exchange.peer}
         ops = [[dist.P2POp(op, t, **peer) for t in values if t is not None and t.numel()] for *_, values, op in batch]
         count = sum(map(len, ops))
-        works = dist.batch_isend_irecv(list(itertools.chain(*ops))) if count else []
+        try:
+            works = dist.batch_isend_irecv(list(itertools.chain(*ops))) if count else []
+        except RuntimeError as error:
+            raise Lost(exchange.peer, error) from error
         left = iter(works)
         for (into, message, values, _), own in zip(batch, ops, strict=True):
             # if the backend returns one handle for a batch, each of its messages waits for the whole batch
             waits = list(itertools.islice(left, len(own))) if len(works) == count else works
-            into[message] = Started(values, waits)
+            into[message] = Started(values, waits, exchange.peer)
 
     def take(self, message: Action) -> tuple[Values, bool]:
         """Wait for a message. Returns its leaves, and whether any tensor was sent."""
@@ -75,18 +85,20 @@ class Messages:
         """Wait for all messages that were sent."""
         self.forget(tuple(self._sent))
 
-    def _leaves(self, message: Action, given: Values | None = None) -> Values:
-        """The leaves of a message that are sent, taken from `given`, or memory to receive them. A None gradient is sent as
-        zeros."""
+    def memory(self, message: Action) -> Values:
+        """New memory for the leaves of a message that are sent; None for others."""
+        return tuple(None if t is None else self._empty(t) for t in self._sent_like(message))
+
+    def _leaves(self, message: Action, given: Values) -> Values:
+        """The leaves of a message that are sent, taken from `given`. A None gradient is sent as zeros."""
+        pairs = zip(given, self._sent_like(message), strict=True)
+        return tuple(None if like is None else torch.zeros_like(self._empty(like)) if t is None else t for t, like in pairs)
+
+    def _sent_like(self, message: Action) -> Values:
+        """Examples of the leaves of a message that are sent; None for others."""
         forward = message.kind == "F"
         examples = self.boundaries[message.stage + 1 if forward else message.stage]
-        goes = [forward or (self.gradients[message.stage] and t.is_floating_point()) for t in examples]
-        if given is None:
-            return tuple(self._empty(t) if one else None for t, one in zip(examples, goes, strict=True))
-        return tuple(
-            (torch.zeros_like(self._empty(example)) if t is None else t) if one else None
-            for t, example, one in zip(given, examples, goes, strict=True)
-        )
+        return tuple(t if forward or (self.gradients[message.stage] and t.is_floating_point()) else None for t in examples)
 
     def _empty(self, example: Tensor) -> Tensor:
         return torch.empty(example.shape, dtype=example.dtype, device=self.device)

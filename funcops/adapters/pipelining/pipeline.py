@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from funcops.adapters.pipelining.boundaries import Boundaries, looks
+from funcops.adapters.pipelining.captured import Given, PipelineGraphs
 from funcops.adapters.pipelining.messages import Messages, Values, from_all
+from funcops.adapters.pipelining.words import RAISED, Lost, Words
 from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.contract.needs import Needs
-from funcops.engine.errors import describe, fail, require, require_type
+from funcops.engine.errors import describe, fail, require, require_flag, require_type
 from funcops.engine.trees import WithExtras, leaves, put, with_leaves
 from funcops.memory.ledger import Ledger
 from funcops.precision import nonfinite
 from funcops.schedule import Action, Schedule
 from funcops.schedule.exchange import Exchange, message_of, program, reader_of, taken_by
 from funcops.schedule.stage import Done, Ends, Stage, check_staged, check_ties, share_ties, split_inputs, told_of_ties
+
+Results = tuple[list[Any], dict[str, Any], list[Any]]  # ys, dparams and dxs of a rank
+Begun = Callable[[], tuple[Results, int]]  # a step that is checked; its results and peak bytes
+_numbers = itertools.count()
 
 
 class Work(Protocol):
@@ -46,28 +53,30 @@ class Runtime:
         for step in self.program.steps:
             if isinstance(step, Exchange):
                 self.messages.start(step)
-            elif step.kind == "W":
-                work.wgrad(step.stage, step.microbatch)
             else:
-                self._act(step, work, here)
+                self.act(step, work, self.messages, here)
         self.messages.finish()
 
-    def _act(self, action: Action, work: Work, here: dict[Action, Values]) -> None:
+    def act(self, action: Action, work: Work, messages: Any, here: dict[Action, Values]) -> None:
+        """Run one action. `here`: messages to stages of this rank."""
         stage, kind, m = action
+        if kind == "W":
+            work.wgrad(stage, m)
+            return
         taken, reader = taken_by(action, self.count), reader_of(action, self.count)
         given: Values | None = None
         if taken is not None and self.owner[taken.stage] == self.rank:
             given = here.pop(taken)
         elif taken is not None:
-            given, sent = self.messages.take(taken)
+            given, sent = messages.take(taken)
             if sent:
-                self.messages.forget(self.program.arrived.get(action, ()))
+                messages.forget(self.program.arrived.get(action, ()))
         half = work.forward if kind == "F" else work.dgrad if kind == "I" else work.backward
         gives = half(stage, m, given)
         if reader is not None and self.owner[reader] == self.rank:
             here[message_of(action)] = gives
         elif reader is not None:
-            self.messages.put(message_of(action), gives)
+            messages.put(message_of(action), gives)
 
 
 class Stepped(NamedTuple):
@@ -93,6 +102,10 @@ class Pipeline:
     deadlock. x: an example of one microbatch, which gives the shapes. dtype: the dtype of params, by default torch's. `group`: as
     many processes as the schedule has ranks. Ties between stages of one rank are supported; others are refused.
 
+    `graphed`: the first step captures each rank's part as graphs between messages, one wherever the schedule waits, and every step
+    replays them, with the same bits. On a machine without CUDA they are recordings, whose order, races and buffers are checked.
+    Params and accumulators must stay where they are.
+
     All ranks must make it together: they compare their schedules and shapes. Raises `ValueError` or `TypeError` if these do not
     fit, on all ranks if they differ; `RuntimeError` if another rank could not make it.
     """
@@ -107,12 +120,16 @@ class Pipeline:
         device: Any = "cpu",
         group: Any = None,
         needs: Needs = Needs.ALL,
+        graphed: bool = False,
     ) -> None:
         require_type("Pipeline", "schedule", schedule, Schedule)
         ranks, size = len(schedule.ranks), dist.get_world_size(group)
         require(size == ranks, "Pipeline", "group", f"of {ranks} processes, one a rank of {schedule.name}", size)
         self.schedule, self.cfg, self.needs, self.group, self.device = schedule, cfg, needs, group, torch.device(device)
+        require_flag("Pipeline", graphed=graphed)
         self._failed = self._begun = False
+        self._graphed = graphed
+        self._graphs: PipelineGraphs | None = None
         fault: Exception | None = None
         try:
             self._prepare(x, dtype or torch.get_default_dtype())
@@ -138,7 +155,8 @@ class Pipeline:
             between = [looks(tree) for tree in self.boundaries[1:-1]], self.runtime.messages.gradients
             said = f"{self.schedule.ranks}{sorted(self.schedule.together)}", str(between)
         digests = [int.from_bytes(hashlib.blake2b(one.encode(), digest_size=7).digest(), "little") for one in said]
-        rows = self._raise_on_all("Pipeline", "make it", fault, *digests)
+        rows = self._raise_on_all("Pipeline", "make it", fault, *digests, next(_numbers))
+        self._words = Words(self.group, rows[0][-1])
         for i, what in enumerate(("schedule", "boundaries of stages (from cfg, x, dtype and needs)"), 1):
             other = next((rank for rank, row in enumerate(rows) if row[i] != rows[0][i]), None)
             if other is not None:
@@ -172,35 +190,46 @@ class Pipeline:
 
         Raises `ValueError` for params or a microbatch whose shapes or dtypes differ from the example's, with its number, and for
         accumulators that do not fit, before any action: in the first step, all ranks raise if one does (`RuntimeError`). Later, and
-        for an error in a stage, its rank alone raises; the others then wait for the process group's timeout. `check_finite`: if a
-        loss or a gradient is not finite, all ranks raise `FloatingPointError`; it costs a small all-reduce and a host sync.
+        for an error in a stage, its rank alone raises; the others then wait for the process group's timeout, and raise
+        `RuntimeError`, which says who raised what, or which rank gave no word. `check_finite`: if a loss or a gradient is not
+        finite, all ranks raise `FloatingPointError`; it costs a small all-reduce and a host sync. With `graphed`, also raises for
+        what differs from the captured step, and for `done` without `into`.
         """
         if self._failed:
             said = "must not be used after a step that failed: its messages may still be in flight. Make a new one"
             raise RuntimeError(f"Pipeline: {said}")
         fault: Exception | None = None
         try:
-            work = self._checked(params, xs, dys, into, done, losses)
+            begun = self._checked(params, xs, dys, into, done, losses)
         except Exception as error:
             fault = error
         if not self._begun:  # afterwards arguments are mostly as in the first step, and it would cost a sync
             self._raise_on_all("Pipeline.step", "begin", fault)
             self._begun = True
         elif fault is not None:
+            self._words.tell(f"{RAISED}{type(fault).__name__}: {fault}")
             raise fault
         self._failed = True
-        with torch.no_grad():
-            self.runtime.step(work)
-        work.ledger.close()
+        try:
+            with torch.no_grad():
+                (ys, dparams, dxs), peak_bytes = begun()
+        except Lost as lost:
+            self._words.tell(f"waits for rank {lost.peer}")
+            expected = f"Pipeline.step: rank {lost.peer} must send and take its messages"
+            raise RuntimeError(f"{expected}, got {self._words.who()} ({lost})") from lost.__cause__
+        except Exception as error:
+            self._words.tell(f"{RAISED}{type(error).__name__}: {error}")
+            raise
         self._failed = False
-        dparams = work.dparams()
+        self._words.forget()
         if check_finite:
-            self._check_finite(work.ends.ys(), dparams)
-        ys = work.ends.ys() if self.cfg.outputs or work.last in work.stages else None
-        return Stepped(ys, dparams, work.dxs(), work.ledger.peak_bytes)
+            self._check_finite(ys, dparams)
+        last = self.schedule.rank_of[self.schedule.stages - 1] == self.runtime.rank
+        return Stepped(ys if self.cfg.outputs or last else None, dparams, dxs, peak_bytes)
 
-    def _checked(self, params: Any, xs: Any, dys: Any, into: Any, done: Done | None, losses: tuple[str, ...]) -> _Work:
-        """Check a step's arguments before anything is sent."""
+    def _checked(self, params: Any, xs: Any, dys: Any, into: Any, done: Done | None, losses: tuple[str, ...]) -> Begun:
+        """Check a step's arguments before anything is sent; return a function that runs it. The first step of a graphed pipeline
+        is captured here."""
         for name in self.names:
             for what, tree in (("params", params), ("into", into)):
                 if tree is not None and name not in tree:
@@ -210,7 +239,20 @@ class Pipeline:
             fail("Pipeline.step", "dys", f"a list of {len(mains)}, one a microbatch", len(dys))
         self._example.check_params("Pipeline.step", {name: params[name] for name in self.names})
         self._example.check_inputs("Pipeline.step", mains, extras, 0 in self.runtime.stages)
-        return _Work(self, params, mains, extras, Ends("Pipeline.step", self.cfg, len(mains), dys, losses), into, done)
+        own = {name: params[name] for name in self.names}
+        if not self._graphed:
+            return self._work(Given(own, mains, extras, dys, into), losses, done).run
+        here = None if into is None else {name: into[name] for name in self.names}
+        given = Given(own, mains if 0 in self.runtime.stages else [None] * len(mains), extras, dys, here)
+        if self._graphs is None:
+            make = lambda given, done: self._work(given, losses, done)  # noqa: E731
+            self._graphs = PipelineGraphs(self.runtime, self.cfg, given, losses, make)
+        graphs, values = self._graphs, self._graphs.begin(given, losses, done)
+        return lambda: (graphs.step(values, done), graphs.peak_bytes)
+
+    def _work(self, given: Given, losses: tuple[str, ...], done: Done | None) -> _Work:
+        ends = Ends("Pipeline.step", self.cfg, len(given.xs), given.dys, losses)
+        return _Work(self, given.params, given.xs, given.extras, ends, given.into, done)
 
     def _check_finite(self, ys: list[Any], dparams: Any) -> None:
         where = nonfinite({"ys": tuple(ys), "dparams": dparams})
@@ -240,6 +282,15 @@ class _Work:
             self.stages[index] = Stage(of.cfg, index, own[name], self.ledger, of.needs, sums, count=self.count, done=done)
         self.gradients: dict[int, Any] = {}
         self.sums: list[dict[str, Any]] = [{} for _ in mains]
+
+    def run(self) -> tuple[Results, int]:
+        self.of.runtime.step(self)
+        return self.results(), self.ledger.peak_bytes
+
+    def results(self) -> Results:
+        """ys, dparams and dxs, once everything was taken."""
+        self.ledger.close()
+        return self.ends.ys(), self.dparams(), self.dxs()
 
     def forward(self, index: int, m: int, values: Values | None) -> Values:
         main = self.mains[m] if values is None else with_leaves(self.of.boundaries[index], values)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -132,6 +132,9 @@ class Recording:
         self.pool = pool
         self.calls: list[RecordedOperator] = []
         self.order: list[int] = []  # in which a replay runs them
+        self.ends: list[int] = []  # the number of calls at the end of each part
+        self.buffers: dict[int, int] = {}  # by storage, the number by which calls name it
+        self.values: dict[int, Tensor] = {}  # of a replay
         self.statics: dict[int, Tensor] = {}  # by storage: tensors that it reads and no recording made, such as inputs and params
         self.outputs: list[tuple[Any, Lent]] = []  # values, and their targets
         self.made: dict[int, Made] = {}  # by storage
@@ -139,25 +142,46 @@ class Recording:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy("a recording")
 
-    @torch.no_grad()
     def replay(self) -> None:
-        """Rerun the operators. Results of later recordings of the pool become garbage, as they may on a device: the memory that
-        this recording uses for temporaries was free when they were captured."""
-        with scopes.named_scope("outputs of the graph"):
-            self._spoil_later()
-        values: dict[int, Tensor] = {}
-        for label, calls in itertools.groupby(map(self.calls.__getitem__, self.order), key=lambda call: call.label):
+        """Rerun all operators."""
+        for part in range(len(self.ends)):
+            self.replay_part(part)
+
+    @torch.no_grad()
+    def replay_part(self, part: int) -> None:
+        """Rerun the operators of a part, after those before it. Results of later recordings of the pool become garbage, as they may
+        on a device: the memory that this recording uses for temporaries was free when they were captured."""
+        if part == 0:
+            with scopes.named_scope("outputs of the graph"):
+                self._spoil_later()
+            self.values = {}
+        values, own = self.values, self.numbers(part)
+        order = [number for number in self.order if number in own]
+        for label, calls in itertools.groupby(map(self.calls.__getitem__, order), key=lambda call: call.label):
             with scopes.named_scope(*label):  # of the capture
                 for call in calls:
                     args, kwargs = _resolve(call.args, values), _resolve(call.kwargs, values)
                     found = call.func(*args, **kwargs)
                     results = [t for t in flat_tensors([found])] if call.results else []
                     values.update(zip(call.results, results, strict=False))
+        if part < len(self.ends) - 1:
+            return
+        self.values = {}
         with scopes.named_scope("outputs of the graph"):
             for source, lent in self.outputs:
                 target = lent.get()
                 if target is not None:
                     target.copy_(_resolve(source, values))
+
+    def numbers(self, part: int) -> range:
+        """The numbers of a part's operators."""
+        return range(self.ends[part - 1] if part else 0, self.ends[part])
+
+    def static_uses(self, part: int) -> tuple[frozenset[int], frozenset[int]]:
+        """The storages that no recording made, of which a part reads and writes; by identity."""
+        calls = [self.calls[number] for number in self.numbers(part)]
+        reads, writes = (frozenset().union(*[getattr(call, name) for call in calls]) for name in ("reads", "writes"))
+        return tuple(frozenset(key for key in self.statics if self.buffers.get(key) in used) for used in (reads, writes))  # type: ignore[return-value]
 
     def _spoil_later(self) -> None:
         later = self.pool.recordings[self.pool.recordings.index(self) + 1 :] if self in self.pool.recordings else []
@@ -179,6 +203,7 @@ class Recording:
 
     def reset(self) -> None:
         self.calls, self.order, self.statics, self.outputs, self.made = [], [], {}, [], {}
+        self.ends, self.values = [], {}
         if self in self.pool.recordings:
             self.pool.recordings.remove(self)
 
@@ -192,16 +217,28 @@ def record(fn: Callable[[], Any], pool: Pool, outputs: Callable[[Any], list[Tens
 def record_into(recording: Recording, fn: Callable[[], Any], outputs: Callable[[Any], list[Tensor]]) -> Any:
     """Run `fn` once, record it, and return its result. `outputs`: the tensors of its result that keep their values. Raises
     `CaptureError`, with the line, for anything that a CUDA graph would refuse."""
-    mode = _Recorder(recording)
-    outer, branches.thread.watch = branches.thread.watch, mode.after
+    return record_parts(recording, [fn], lambda results: outputs(results[0]))[0]
+
+
+def record_parts(
+    recording: Recording, parts: Sequence[Callable[[], Any]], outputs: Callable[[list[Any]], list[Tensor]]
+) -> list[Any]:
+    """Run functions once, one after another, record them as parts that are replayed in turn, and return their results, as
+    `record_into` does for one. A part may read what those before it made."""
+    mode, results = _Recorder(recording), []
+    outer = branches.thread.watch
     try:
-        with as_if_capturing(), mode:
-            result = fn()
+        for part in parts:
+            branches.thread.watch = mode.after
+            with as_if_capturing(), mode:
+                results.append(part())
+            branches.thread.watch = outer
+            recording.ends.append(len(recording.calls))
     finally:
         branches.thread.watch = outer
-    mode.finish(outputs(result))
+    mode.finish(outputs(results))
     recording.pool.recordings.append(recording)
-    return result
+    return results
 
 
 class _Recorder(TorchDispatchMode):
@@ -216,7 +253,7 @@ class _Recorder(TorchDispatchMode):
         self.storages: dict[int, tuple[Made, weakref.ref[Tensor]]] = {}  # by storage: the first tensor made on it
         self.lent: set[int] = set()  # storages of other recordings
         self.after = branches.Order()
-        self.buffers: dict[int, int] = {}  # by storage: a number
+        self.buffers = recording.buffers
         self.living: dict[int, Weak] = {}  # by number; what is weakly held keeps the address of its storage from being used again
         self.freed: dict[int, tuple[int, Weak]] = {}  # by number: the operator before which the memory was freed
 
