@@ -5,6 +5,7 @@ from funcops.schedule.at import At
 from funcops.schedule.choices import Choice, stage_choices
 from funcops.schedule.chunked import dualpipe_v, interleaved_1f1b, interleaved_zb, zb_v
 from funcops.schedule.collectives import Collective, Link
+from funcops.schedule.compiled import compile_stages
 from funcops.schedule.decoder import Decoder
 from funcops.schedule.delay import delay_w
 from funcops.schedule.draw import draw
@@ -24,7 +25,19 @@ from funcops.schedule.simulate import Costs, Network, Simulated, simulate
 
 __all__ = ["Action", "At", "Choice", "Collective", "Costs", "Decoder", "GPU", "GPUS", "Layout"]
 __all__ += ["Lent", "Leveled", "Link", "Mixture", "Moved", "Network", "Plan", "Predicted", "Ran", "Schedule", "Simulated"]
-__all__ += ["delay_w", "draw", "dualpipe_v", "fold", "gpipe", "interleaved_1f1b", "interleaved_zb", "lend", "level", "measure"]
+__all__ += [
+    "compile_stages",
+    "delay_w",
+    "draw",
+    "dualpipe_v",
+    "fold",
+    "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zb",
+    "lend",
+    "level",
+    "measure",
+]
 __all__ += [
     "measure_stages",
     "one_f_one_b",

@@ -151,6 +151,7 @@ SCHEDULES = {
         },
         {"choices": ([], [[]] * 2, [[1]] * 2), "costs": ([schedule.Costs()], 1.0, "x"), "most": (0.5,)},
     ),
+    "schedule.compile_stages": Row(lambda: {"cfg": CHAIN}),
     "schedule.fold": Row(
         lambda: {"schedule": one_step(), "ranks": 1, "costs": schedule.Costs(), "network": schedule.Network()}, {"ranks": (0, 3)}
     ),

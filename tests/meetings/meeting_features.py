@@ -97,7 +97,7 @@ FEATURES = {
 }
 LOGS = {"*": ("y_norm", "dy_norm"), "blocks.*": ("dx_norm",), "norm": ("dw_norm",)}
 CALLERS = {  # the features whose step the caller writes, by the one that calls the backward itself
-    "pipeline": ("batch", "donate", "compile"),
+    "pipeline": ("batch", "donate"),
     "differentiable": ("batch", "donate"),
 }
 

@@ -40,7 +40,8 @@ threads, two on each axis.
 
 A pair is left out by one rule: both features answer the same question (two recipes, two choices of what is kept, two ways to hold
 rows over tp), or one contains the other (`ep` is a mixture over ranks), or both call the backward: autograd and a pipeline do so
-themselves, so that neither takes pendings or donated residuals from the caller, nor a pipeline a compiled step.
+themselves, so that neither takes pendings or donated residuals from the caller. A pipeline's stages are compiled each by itself
+(`schedule.compile_stages`).
 
 Features are composed in one order: the model (window, mixture), its config on one process (packed rows, `remat`, adapters, a
 recipe), the config of a rank (`dist.parallel`, then `dist.zero3`), what is kept (a policy or a budget), logs, the call of the step.

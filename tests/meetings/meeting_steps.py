@@ -24,7 +24,7 @@ from funcops.logs import logs_init, split_logs
 from funcops.lora import lora_init
 from funcops.low_precision import gradients_like, quantize_params, recipe_init, split_amaxes
 from funcops.models import decoder_x
-from funcops.schedule import one_f_one_b, run, zb_h1
+from funcops.schedule import compile_stages, one_f_one_b, run, zb_h1
 from funcops.testing import run_ranks
 
 D = torch.float64
@@ -149,7 +149,7 @@ def stepped(meeting: Meeting, cfg: Any, params: Any, xs: Sequence[WithExtras], d
     """The losses of the microbatches and the sums of their gradients."""
     op, dloss, dy = meeting.op(cfg, params, xs[0]), dy, gradient_of(cfg, dy)
     if "pipeline" in meeting:
-        call = functools.partial(pipelined, op, cfg, "delayed" in meeting)
+        call = functools.partial(pipelined, op, cfg, meeting.names)
     elif "differentiable" in meeting:
         return by_autograd(op, cfg, meeting.names, params, xs, dloss)
     elif "batch" in meeting:
@@ -160,7 +160,7 @@ def stepped(meeting: Meeting, cfg: Any, params: Any, xs: Sequence[WithExtras], d
         call = functools.partial(whole_backward, op, cfg, given="donate" in meeting)
     if "graph" in meeting and not {"pipeline", "batch", "donate", "compile"} & meeting.names:
         return of_graphs(op, cfg, "delayed" in meeting, params, xs, dy)
-    if "compile" in meeting:
+    if "compile" in meeting and "pipeline" not in meeting:
         call = compiled(call)
     if "graph" in meeting:
         call = graphed(call, params, xs, dy, warmup=1)
@@ -266,10 +266,11 @@ def by_autograd(op: Op, cfg: Any, names: frozenset[str], params: Any, xs: Any, d
     return losses, tree_map_tensors(lambda t: t.grad, params)
 
 
-def pipelined(op: Op, cfg: Any, delayed: bool, params: Any, xs: Any, dy: Tensor) -> tuple[Any, Any]:
-    """Every step of the chain is a stage. A policy is each stage's own."""
-    make: Callable[..., Any] = zb_h1 if delayed else one_f_one_b
-    ran = run(make(len(cfg.steps), len(xs)), params, xs, staged(op, cfg), [dy] * len(xs))
+def pipelined(op: Op, cfg: Any, names: frozenset[str], params: Any, xs: Any, dy: Tensor) -> tuple[Any, Any]:
+    """Every step of the chain is a stage, and compiled by itself. A policy is each stage's own."""
+    make: Callable[..., Any] = zb_h1 if "delayed" in names else one_f_one_b
+    stages = compile_stages(staged(op, cfg), backend="eager", dynamic=False) if "compile" in names else staged(op, cfg)
+    ran = run(make(len(cfg.steps), len(xs)), params, xs, stages, [dy] * len(xs))
     return [loss_of(y) for y in ran.ys], ran.dparams
 
 
