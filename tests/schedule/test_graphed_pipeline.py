@@ -99,7 +99,7 @@ class Planted:
 
 
 def planted(fault, count, seed):
-    """Of so many faults the number that the check finds, and of those that it reports where none was planted."""
+    """How many of so many faults the check finds, and how often it reports one where none was planted."""
     rng, found, false, left = rng_of.Random(seed), 0, 0, count
     while left:
         made = drawn.generated(rng.choice(drawn.GENERATORS), rng, rng.randint(2, 4))

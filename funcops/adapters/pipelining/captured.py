@@ -26,8 +26,8 @@ WHERE = "Pipeline.step"
 
 
 class Given(NamedTuple):
-    """What a rank's step reads: the params of its stages, x and extras of each microbatch (x on the first stage's rank alone), the
-    gradients of ys, and accumulators."""
+    """The arguments of a rank's step: the params of its stages, x and extras of each microbatch (x on the first stage's rank
+    alone), the gradients of ys, and accumulators."""
 
     params: Any
     xs: Any

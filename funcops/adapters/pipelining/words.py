@@ -1,4 +1,4 @@
-"""What ranks tell each other of a step that failed, so that those that only wait can say whom they waited for."""
+"""A word of each rank about a step that failed, so that those that only wait can say whom they waited for."""
 
 from __future__ import annotations
 

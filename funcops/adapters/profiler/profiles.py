@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +16,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.adapters.profiler import trace
+from funcops.adapters.profiler.actions import ScheduleTimes, times_of
 from funcops.engine.backend import scopes
 from funcops.engine.backend.scopes import Label
+from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.errors import in_html, on_screen, require_callable, require_count, require_flag, size_of
 from funcops.engine.residuals.report import report
 from funcops.engine.trees import at, tensors
+from funcops.schedule.actions import Schedule
 
 _HEAD = ("step", "half", "time", "share", "launches", "moved", "kept")
 
@@ -42,8 +45,10 @@ class Profile:
     """The table of `profile`. `rows`: by path and half, in the order in which they ran; the row without a path has what no step
     names. `device`: "cuda" if kernels were timed, else "cpu"."""
 
-    def __init__(self, rows: list[ProfileRow], device: str, events: dict[str, Any]) -> None:
-        self.rows, self.device, self._trace = rows, device, events
+    def __init__(
+        self, rows: list[ProfileRow], device: str, events: dict[str, Any], spans: Sequence[trace.Span] = (), calls: int = 1
+    ) -> None:
+        self.rows, self.device, self._trace, self._spans, self._calls = rows, device, events, spans, calls
         self.seconds = sum(row.seconds for row in rows)
 
     @property
@@ -70,6 +75,15 @@ class Profile:
         of the steps, also in compiled code."""
         text = json.dumps(self._trace).encode()
         Path(path).write_bytes(gzip.compress(text) if str(path).endswith(".gz") else text)
+
+    def of_schedule(self, schedule: Schedule, cfg: ChainConfig) -> ScheduleTimes:
+        """When each action of a schedule ran, beside when `simulate` says that it would, with the medians of these actions' times.
+        The profile is of `run`, or of `run_beside` graphed in `named_steps()`, with accumulators (`into`). On a device actions of
+        several ranks run at once; elsewhere they take turns.
+
+        Raises `ValueError` for a stage without operators, or with others for one microbatch than for the next, and for one with
+        both B and I. `ran` is the measured `Simulated`, `predicted` the other; `draw()` shows both."""
+        return times_of(self._spans, self._calls, schedule, cfg)
 
     def plot(self, path: str | None = None, *, depth: int = 1) -> Any:
         """Plot a group of bars for every step, `depth` names deep: the milliseconds of each half. Writes PNG, SVG, ... to `path` if
@@ -173,9 +187,11 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, warmup: int = 1,
         kept = {} if counted is None else _counted(fn, args, counted)
         labels = dict(scopes.names)
     times = trace.spent(found["traceEvents"], labels, scopes.node_labels())
+    spans = trace.spans(found["traceEvents"], labels, scopes.node_labels())
     found["traceEvents"] += trace.ranges(found["traceEvents"])
     order = sorted({*(times.kernels or times.operators), *kept}, key=_order(labels))
-    return Profile([_row(label, times, counted, kept, calls) for label in order], "cuda" if times.kernels else "cpu", found)
+    rows = [_row(label, times, counted, kept, calls) for label in order]
+    return Profile(rows, "cuda" if times.kernels else "cpu", found, spans, calls)
 
 
 def _row(label: Label, times: trace.Spent, counted: _Counted | None, kept: Mapping[Label, int], calls: int) -> ProfileRow:

@@ -28,6 +28,9 @@ class Spent(NamedTuple):
     calls: Counter[Label]
 
 
+Span = tuple[Label, float, float]
+
+
 class Timeline:
     """The labels of one thread: from each time on, until the next."""
 
@@ -71,6 +74,26 @@ def spent(events: Iterable[Mapping[str, Any]], labels: Mapping[str, Label], node
         kernels[label] += event["dur"] / 1e6
         counts[label] += 1
     return Spent(dict(operators), dict(kernels), counts, calls)
+
+
+def spans(events: Iterable[Mapping[str, Any]], labels: Mapping[str, Label], nodes: Mapping[int, Label]) -> list[Span]:
+    """Every kernel, or every operator of a trace without kernels, with its label, start and end in seconds."""
+    by_thread: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    device: list[Mapping[str, Any]] = []
+    for event in events:
+        if event.get("ph") == "X":
+            (device if event.get("cat") in KERNELS else by_thread[event.get("tid")]).append(event)
+    launched: dict[Any, Label] = {}
+    found: list[Span] = []
+    for own in by_thread.values():
+        timeline = _swept(own, labels, defaultdict(float), Counter())
+        launched.update({e["args"]["correlation"]: timeline.at(e["ts"]) for e in own if e.get("cat") in LAUNCHES})
+        found += [_span(timeline.at(event["ts"]), event) for event in own if is_operator(event)]
+    return [_span(_of_kernel(event["args"], launched, nodes), event) for event in device] or found
+
+
+def _span(label: Label, event: Mapping[str, Any]) -> Span:
+    return label, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
 
 
 def _of_kernel(args: Mapping[str, Any], launched: Mapping[Any, Label], nodes: Mapping[int, Label]) -> Label:
