@@ -13,6 +13,7 @@ from funcops.engine.backend.declare import watched
 from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op, wrap
+from funcops.engine.errors import require_type
 from funcops.schedule.stage import check_staged
 
 Options = tuple[tuple[str, Any], ...]
@@ -34,7 +35,8 @@ def compile_stages(cfg: ChainConfig, **options: Any) -> ChainConfig:
     >>> [step.op.name for step in compile_stages(cfg, mode="max-autotune-no-cudagraphs").steps]
     ['compiled(linear)', 'compiled(linear)']
     """
-    check_staged("compile_stages", cfg, len(getattr(cfg, "steps", ())))
+    require_type("compile_stages", "cfg", cfg, ChainConfig)
+    check_staged("compile_stages", cfg, len(cfg.steps))
     if "fullgraph" in options:
         raise TypeError("compile_stages: fullgraph must be left out, got one: a half of a stage is always one graph")
     return cfg.with_parts(lambda name, op, inner: (compiled(op, tuple(sorted(options.items()))), inner))

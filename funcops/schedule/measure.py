@@ -18,7 +18,6 @@ from funcops.engine.errors import fail, require_count
 from funcops.engine.program.run import check_names, tied
 from funcops.engine.residuals.report import storages
 from funcops.engine.trees import nbytes, tensors, tree_map_tensors
-from funcops.memory.ledger import Ledger
 from funcops.schedule.simulate import Costs
 from funcops.schedule.stage import check_staged
 

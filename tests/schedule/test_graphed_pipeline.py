@@ -16,7 +16,7 @@ from staged import decoder, linears, microbatches, routed_stages
 from funcops import CaptureError, chain, random
 from funcops.adapters.pipelining import Pipeline, captured, segments
 from funcops.engine.trees import tensors, tree_map_tensors
-from funcops.schedule import Schedule, one_f_one_b, run, zb_v
+from funcops.schedule import Action, Schedule, one_f_one_b, run, zb_v
 from funcops.schedule.exchange import Exchange
 from funcops.testing.checks import same_bits
 
@@ -165,12 +165,13 @@ def test_accumulators_done_and_what_a_step_must_not_change(alone):
     pipeline, eager = (Pipeline(IN_TURN, cfg, xs[0], graphed=one) for one in (True, False))
     sums, want = (tree_map_tensors(torch.zeros_like, params) for _ in range(2))
     for step in range(2):
-        told = []
+        told, version = [], sums["s0"]["embed"].weight._version
         found = pipeline.step(params, xs, into=sums, done=lambda stage, own, told=told: told.append((stage, own)))
         expected = eager.step(params, xs, into=want)
         same_bits(found[:3], expected[:3], f"of step {step}")
         assert found.dparams["s0"]["embed"].weight is sums["s0"]["embed"].weight
         assert [stage for stage, _ in told] == [1, 0]
+        assert sums["s0"]["embed"].weight._version > version, "torch does not see what a replay writes"
     with pytest.raises(ValueError, match="Pipeline.step: into must be given where done is, .* got None: a reduction"):
         pipeline.step(params, xs, done=lambda stage, own: None)
     with pytest.raises(ValueError, match="Pipeline.step: losses must be"):
@@ -183,6 +184,16 @@ def test_accumulators_done_and_what_a_step_must_not_change(alone):
         Pipeline(IN_TURN, cfg, xs[0], graphed="yes")
     got, expected = pipeline.step(params, xs, into=sums), eager.step(params, xs, into=want)
     same_bits(got[:3], expected[:3], "after what was refused")
+
+
+def test_a_gradient_that_is_none_is_sent_as_zeros():
+    """Over what the buffer held before."""
+    message = Action(1, "I", 0)
+    static = captured.StaticMessages({message: (torch.ones(2), None)})
+    static.put(message, (None, None))
+    assert static.take(message)[0][0].tolist() == [0.0, 0.0] and static.take(message)[0][1] is None
+    static.put(message, (torch.full((2,), 3.0), None))
+    assert static.take(message)[0][0].tolist() == [3.0, 3.0]
 
 
 def test_outputs_of_stages_and_losses(alone):

@@ -17,8 +17,8 @@ from torch import Tensor
 from funcops.adapters.graphs.branches import branch, hold
 from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.contract.needs import Needs
-from funcops.engine.residuals.ledger import Ledger
 from funcops.engine.trees import tree_map_tensors
+from funcops.memory.ledger import Ledger
 from funcops.schedule.actions import Action, Schedule
 from funcops.schedule.actions import needs as needs_of
 from funcops.schedule.exchange import message_of, taken_by
