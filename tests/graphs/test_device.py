@@ -38,6 +38,18 @@ def test_capture_and_replay(monkeypatch):
     assert captured.kernels() == 2 and captured.raw_graph.keep_graph and backend.pool_bytes(pool) == 1536
 
 
+def test_parts_are_a_graph_each_in_one_pool(monkeypatch):
+    cuda, backend = Cuda(monkeypatch), DeviceBackend()
+    pool, ran = backend.pool(), []
+    parts = [lambda number=number: ran.append(number) for number in range(3)]
+    captured = backend.capture_parts(parts, lambda result: [], pool, Options())
+    assert ran == [0, 1, 2] and len(captured) == 3
+    assert [call[1] for call in cuda.calls if call[0] == "capture"] == [pool] * 3
+    for one in captured:
+        one.replay()
+    assert len([call for call in cuda.calls if call[0] == "replay"]) == len({id(one.raw_graph) for one in captured}) == 3
+
+
 def test_graphs_of_a_pool_know_which_outputs_were_overwritten(monkeypatch):
     Cuda(monkeypatch)
     backend = DeviceBackend()

@@ -2,6 +2,7 @@
 
 import json
 import random as rng_of
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from staged import decoder, linears, microbatches, routed_stages
 from funcops import CaptureError, chain, random
 from funcops.adapters.pipelining import Pipeline, captured, segments
 from funcops.engine.trees import tensors, tree_map_tensors
+from funcops.graphs import graphed
 from funcops.schedule import Action, Schedule, one_f_one_b, run, zb_v
 from funcops.schedule.exchange import Exchange
 from funcops.testing.checks import same_bits
@@ -202,6 +204,28 @@ def test_outputs_of_stages_and_losses(alone):
     for values in (xs[:2], xs[2:4]):
         got, want = (one.step(params, values, losses=("loss0",)) for one in (pipeline, eager))
         same_bits(got[:3], want[:3], "with a loss of a stage")
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_page_run_as_graphs(monkeypatch):
+    """Every `Pipeline` of the page, and its backward written by hand."""
+    text = (SCRIPT.parents[2] / "docs" / "schedules-in-depth.md").read_text()
+    made, init = [], Pipeline.__init__
+
+    def graphed_too(self, *args, graphed=True, **options):
+        init(self, *args, graphed=graphed, **options)
+        made.append(self)
+
+    monkeypatch.setattr(Pipeline, "__init__", graphed_too)
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M):
+        if "ScheduleZBVZeroBubble" not in block:  # torch's own schedules, of modules
+            exec(compile(block, "schedules-in-depth.md", "exec"), names)
+    dist.destroy_process_group()
+    assert made and all(pipeline._graphs is not None for pipeline in made)
+    for budget in (float("inf"), 130_000):
+        step = graphed(lambda budget=budget: names["backward_within"](budget)[0], state=(names["params"], names["x"]), warmup=1)
+        same_bits(step(), names["backward_within"](budget)[0], f"within {budget}")
 
 
 @pytest.fixture(scope="module")
