@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from funcops.adapters.pipelining.words import Lost
 from funcops.schedule.actions import Action
 from funcops.schedule.exchange import Exchange
 
@@ -18,19 +18,11 @@ Values = tuple[Any, ...]  # the leaves of the boundary of two stages: tensors, a
 
 
 class Started(NamedTuple):
-    """A message in flight, from or to `peer`: its leaves, and the handles to wait for. Raises `Lost` if it does not arrive."""
+    """A message in flight, from or to `peer`: its leaves, and the handles to wait for."""
 
     values: Values
     works: Sequence[Any]
     peer: int
-
-    def wait(self) -> Values:
-        try:
-            for work in self.works:
-                work.wait()
-        except RuntimeError as error:
-            raise Lost(self.peer, error) from error
-        return self.values
 
 
 class Messages:
@@ -43,6 +35,7 @@ class Messages:
     def __init__(self, boundaries: Sequence[Values], gradients: Sequence[bool], device: torch.device, group: Any) -> None:
         self.boundaries, self.gradients, self.device, self.group = boundaries, gradients, device, group
         self.into: Mapping[Action, Values] = {}
+        self.lost: int | None = None  # the rank whose message did not come, or that did not take one
         self._given: dict[Action, Values] = {}
         self._sent: dict[Action, Started] = {}
         self._coming: dict[Action, Started] = {}
@@ -60,10 +53,8 @@ class Messages:
         peer = {"group": self.group, "group_peer": exchange.peer}
         ops = [[dist.P2POp(op, t, **peer) for t in values if t is not None and t.numel()] for *_, values, op in batch]
         count = sum(map(len, ops))
-        try:
+        with self._with(exchange.peer):
             works = dist.batch_isend_irecv(list(itertools.chain(*ops))) if count else []
-        except RuntimeError as error:
-            raise Lost(exchange.peer, error) from error
         left = iter(works)
         for (into, message, values, _), own in zip(batch, ops, strict=True):
             # if the backend returns one handle for a batch, each of its messages waits for the whole batch
@@ -73,17 +64,32 @@ class Messages:
     def take(self, message: Action) -> tuple[Values, bool]:
         """Wait for a message. Returns its leaves, and whether any tensor was sent."""
         started = self._coming.pop(message)
-        return started.wait(), bool(started.works)
+        self._wait(started)
+        return started.values, bool(started.works)
 
     def forget(self, messages: Sequence[Action]) -> None:
         """Wait until these messages are sent, and drop them."""
         for message in messages:
-            self._sent[message].wait()
+            self._wait(self._sent[message])
             del self._sent[message]
 
     def finish(self) -> None:
         """Wait for all messages that were sent."""
         self.forget(tuple(self._sent))
+
+    def _wait(self, started: Started) -> None:
+        with self._with(started.peer):
+            for work in started.works:
+                work.wait()
+
+    @contextlib.contextmanager
+    def _with(self, peer: int) -> Iterator[None]:
+        """Note the peer if a call of the backend raises."""
+        try:
+            yield
+        except RuntimeError:
+            self.lost = peer
+            raise
 
     def memory(self, message: Action) -> Values:
         """New memory for the leaves of a message that are sent; None for others."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from funcops.adapters.pipelining.boundaries import Boundaries, looks
 from funcops.adapters.pipelining.captured import Given, PipelineGraphs
 from funcops.adapters.pipelining.messages import Messages, Values, from_all
-from funcops.adapters.pipelining.words import RAISED, Lost, Words
+from funcops.adapters.pipelining.words import RAISED, Words
 from funcops.engine.compose.chain import ChainConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.errors import describe, fail, require, require_flag, require_type
@@ -213,13 +213,14 @@ class Pipeline:
         try:
             with torch.no_grad():
                 (ys, dparams, dxs), peak_bytes = begun()
-        except Lost as lost:
-            self._words.tell(f"waits for rank {lost.peer}")
-            expected = f"Pipeline.step: rank {lost.peer} must send and take its messages"
-            raise RuntimeError(f"{expected}, got {self._words.who()} ({lost})") from lost.__cause__
         except Exception as error:
-            self._words.tell(f"{RAISED}{type(error).__name__}: {error}")
-            raise
+            peer = self.runtime.messages.lost
+            if peer is None:
+                self._words.tell(f"{RAISED}{type(error).__name__}: {error}")
+                raise
+            self._words.tell(f"waits for rank {peer}")
+            expected = f"Pipeline.step: rank {peer} must send and take its messages"
+            raise RuntimeError(f"{expected}, got {self._words.who()} ({error})") from error
         self._failed = False
         self._words.forget()
         if check_finite:

@@ -11,14 +11,6 @@ GRACE = 3.0  # seconds in which the other ranks are expected to fail too, and to
 RAISED = "raised "
 
 
-class Lost(RuntimeError):
-    """A message that did not come, or was not taken, by `peer`."""
-
-    def __init__(self, peer: int, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.peer = peer
-
-
 class Words:
     """A word of each rank, in the store by which the group met; without a group, or with a torch whose groups do not give their
     store, nobody hears of it. `number`: of the pipeline, the same on all ranks."""
