@@ -22,7 +22,7 @@ def stages(count, dim=4):
 
 def spans_of(simulated, calls, rng):
     """Operators of each action of a simulated schedule, as a trace would have them, in any order; some are recomputed."""
-    found = [(Label("elsewhere", "fwd"), 0.0, 1.0), (Label(), 0.0, 2.0)]
+    found = [(Label("elsewhere", "fwd"), 0.0, 1.0, "mm"), (Label(), 0.0, 2.0, "mm")]
     counts = {(stage, kind): rng.randint(2, 4) for stage in range(simulated.schedule.stages) for kind in "FIWB"}
     for call in range(calls):
         for action, start, end in (slot for slots in simulated.slots for slot in slots):
@@ -31,7 +31,9 @@ def spans_of(simulated, calls, rng):
             for i in range(count):
                 again = action.kind in "IB" and i < count - 1
                 half = "recompute" if again else HALVES[action.kind]
-                found.append((Label(f"s{action.stage}{'.inner' * (i % 2)}", half), at + i * step, at + (i + 1) * step))
+                found.append(
+                    (Label(f"s{action.stage}{'.inner' * (i % 2)}", half), at + i * step, at + (i + 1) * step, f"kernel {i}")
+                )
     rng.shuffle(found)
     return found
 
@@ -95,7 +97,15 @@ def test_what_a_trace_cannot_tell_raises():
     mixed = Schedule.from_csv("0F0,0F1,0I0,0W0,0B1")
     with pytest.raises(ValueError, match="stage 's0' must be of whole backwards .* got some of each: make each B an I and a W"):
         profiled(mixed, False)[0].of_schedule(mixed, stages(1))
-    with pytest.raises(
-        ValueError, match="stage 's0' must be the same operators for each of its 3 F in each of 2 calls, got 0 in all"
-    ):
+    said = "stage 's0' must be the same operators for each of its 3 F in each of 2 calls, got 0 in all"
+    with pytest.raises(ValueError, match=said):
         times_of([], 2, made, cfg)
+    one = gpipe(1, 4)
+    spans = spans_of(simulate(one, Costs(residual_bytes=0.0)), 2, rng_of.Random(0))
+    times_of(spans, 2, one, stages(1))
+    number = next(i for i, span in enumerate(spans) if span[0].path.startswith("s0"))
+    spans[number] = (*spans[number][:3], "another")
+    with pytest.raises(
+        ValueError, match="stage 's0' must be the same operators for each of its 4 . .* not alike: pass accumulators"
+    ):
+        times_of(spans, 2, one, stages(1))

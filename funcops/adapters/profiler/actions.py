@@ -58,19 +58,22 @@ def times_of(spans: Sequence[Span], calls: int, schedule: Schedule, cfg: ChainCo
         spans_of = [span for span in spans if span[0].path == step.name or span[0].path.startswith(f"{step.name}.")]
         for kind, parts in _by_kind(where, step.name, own, spans_of).items():
             actions = [action for action in own if action.kind == kind]
-            size, left = divmod(len(parts), calls * len(actions))
-            if left or not size:
+            size = max(1, len(parts) // (calls * len(actions)))
+            chunks = [parts[i : i + size] for i in range(0, len(parts), size)]
+            if len(chunks) != calls * len(actions) or any([_names(chunk) != _names(chunks[0]) for chunk in chunks]):
                 expected = f"the same operators for each of its {len(actions)} {kind} in each of {calls} calls"
                 remedy = "pass accumulators (into), which its first W would make, and capture in named_steps()"
-                fail(where, f"stage {step.name!r}", expected, f"{len(parts)} in all: {remedy}")
-            for i in range(0, len(parts), size):
-                chunk = parts[i : i + size]
-                action = actions[i // size % len(actions)]
-                found.setdefault(action, []).append((min(start for start, _ in chunk), max(end for _, end in chunk)))
+                fail(where, f"stage {step.name!r}", expected, f"{len(parts)} in all, not alike: {remedy}")
+            for i, chunk in enumerate(chunks):
+                found.setdefault(actions[i % len(actions)], []).append((min(s[1] for s in chunk), max(s[2] for s in chunk)))
     return _both(schedule, found)
 
 
-def _by_kind(where: str, name: str, actions: Sequence[Action], spans: Sequence[Span]) -> dict[str, list[tuple[float, float]]]:
+def _names(spans: Sequence[Span]) -> list[str]:
+    return [name for *_, name in spans]
+
+
+def _by_kind(where: str, name: str, actions: Sequence[Action], spans: Sequence[Span]) -> dict[str, list[Span]]:
     """The spans of a stage in time, by the kind of its actions. What is recomputed belongs to the half that comes next."""
     kinds = {action.kind for action in actions}
     if kinds > {"F", "B"}:
@@ -80,13 +83,13 @@ def _by_kind(where: str, name: str, actions: Sequence[Action], spans: Sequence[S
             "of whole backwards (B), or of I and W alone, which a trace can tell apart",
             "some of each: make each B an I and a W",
         )
-    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    found: dict[str, list[Span]] = {kind: [] for kind in sorted(kinds)}
     following = "B" if "B" in kinds else "I"
-    for label, start, end in sorted(spans, key=lambda span: span[1], reverse=True):
-        kind = HALVES.get(label.half, following)
+    for span in sorted(spans, key=lambda span: span[1], reverse=True):
+        kind = HALVES.get(span[0].half, following)
         if kind != "F":
             kind = following = "B" if "B" in kinds else kind
-        found[kind].append((start, end))
+        found[kind].append(span)
     return {kind: parts[::-1] for kind, parts in found.items()}
 
 

@@ -28,7 +28,7 @@ class Spent(NamedTuple):
     calls: Counter[Label]
 
 
-Span = tuple[Label, float, float]
+Span = tuple[Label, float, float, str]
 
 
 class Timeline:
@@ -77,7 +77,7 @@ def spent(events: Iterable[Mapping[str, Any]], labels: Mapping[str, Label], node
 
 
 def spans(events: Iterable[Mapping[str, Any]], labels: Mapping[str, Label], nodes: Mapping[int, Label]) -> list[Span]:
-    """Every kernel, or every operator of a trace without kernels, with its label, start and end in seconds."""
+    """Every kernel, or every operator of a trace without kernels, with its label, start and end in seconds, and name."""
     by_thread: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     device: list[Mapping[str, Any]] = []
     for event in events:
@@ -93,7 +93,7 @@ def spans(events: Iterable[Mapping[str, Any]], labels: Mapping[str, Label], node
 
 
 def _span(label: Label, event: Mapping[str, Any]) -> Span:
-    return label, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+    return label, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event["name"]
 
 
 def _of_kernel(args: Mapping[str, Any], launched: Mapping[Any, Label], nodes: Mapping[int, Label]) -> Label:
