@@ -293,13 +293,18 @@ def late(calls: list[Any], makers: list[set[int]]) -> list[int]:
     if all(call.branch == MAIN for call in calls):
         return list(range(len(calls)))
     order, done = list[int](), set[int]()
+    latest: dict[str, int] = {}
+    previous: list[set[int]] = []  # a branch runs in turn, its views too
+    for number, call in enumerate(calls):
+        previous.append({latest[call.branch]} if call.branch in latest else set())
+        latest[call.branch] = number
 
     def bring(number: int) -> None:
         """Put the operators that this one needs before it, and then it."""
         todo = [number]
         while todo:
             here = todo[-1]
-            missing = [n for n in sorted({*calls[here].before, *makers[here]}, reverse=True) if n not in done]
+            missing = [n for n in sorted({*calls[here].before, *makers[here], *previous[here]}, reverse=True) if n not in done]
             if missing:
                 todo += missing
             else:

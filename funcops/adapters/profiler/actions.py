@@ -70,7 +70,8 @@ def times_of(spans: Sequence[Span], calls: int, schedule: Schedule, cfg: ChainCo
 
 
 def _names(spans: Sequence[Span]) -> list[str]:
-    return [name for *_, name in spans]
+    """The names of operators, in any order: one and what it calls may begin at the same time, as far as a trace tells."""
+    return sorted([name for *_, name in spans])
 
 
 def _by_kind(where: str, name: str, actions: Sequence[Action], spans: Sequence[Span]) -> dict[str, list[Span]]:
@@ -85,7 +86,7 @@ def _by_kind(where: str, name: str, actions: Sequence[Action], spans: Sequence[S
         )
     found: dict[str, list[Span]] = {kind: [] for kind in sorted(kinds)}
     following = "B" if "B" in kinds else "I"
-    for span in sorted(spans, key=lambda span: span[1], reverse=True):
+    for span in sorted(spans, key=lambda span: (span[1], -span[2]), reverse=True):
         kind = HALVES.get(span[0].half, following)
         if kind != "F":
             kind = following = "B" if "B" in kinds else kind
