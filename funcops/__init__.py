@@ -32,7 +32,7 @@ Errors               DonatedError, StaleResidualError, GradModeError, LedgerErro
                      CheckpointWriteError, NonFiniteError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
 Modules              funcops.nn, optim, low_precision, logs, lora, precision, checkpoint, schedule, graphs,
-                     random, trees, testing, fused, dist, models
+                     random, trees, testing, fused, dist, models, invariant
 """
 
 import gc as _gc
@@ -145,6 +145,7 @@ if _TYPE_CHECKING:  # extensions, which are imported at their first use
     from funcops import checkpoint as checkpoint
     from funcops import dist as dist
     from funcops import graphs as graphs
+    from funcops import invariant as invariant
     from funcops import logs as logs
     from funcops import lora as lora
     from funcops import low_precision as low_precision
@@ -183,6 +184,7 @@ _ROOMS = [
     "dist",
     "fused",
     "graphs",
+    "invariant",
     "logs",
     "lora",
     "low_precision",

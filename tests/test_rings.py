@@ -21,6 +21,7 @@ EXTENSIONS = (
         "precision",
         "checkpoint",
         "logs",
+        "invariant",
         "lora",
         "distributed",
         "models",

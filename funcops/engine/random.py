@@ -100,7 +100,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     return _fold_in(key, data, 0)  # type: ignore[no-any-return]
 
 
-@kernel()
+@kernel(rows="each")
 def _fold_in(key: Tensor, data: Optional[Tensor], number: int) -> Tensor:
     """`fold_in` of the tensor `data`, or of `number` if that is None."""
     step: Any = _signed((number + 1) * _GOLDEN) if data is None else (data.to(torch.int64) + 1) * _signed(_GOLDEN)

@@ -13,10 +13,11 @@ from funcops.models.hf import from_hf, open_hf, to_hf
 from funcops.models.hf_paths import hf_paths
 from funcops.models.mixture import MoEConfig, moe
 from funcops.models.peft import peft_names
-from funcops.models.sampling import SamplingConfig, sample
+from funcops.models.sampling import Sampled, SamplingConfig, log_probabilities, sample
+from funcops.models.self_check import check_invariant
 from funcops.models.sharding_rules import roles
 
 __all__ = ["Cache", "DecoderConfig", "KVCache", "LatentConfig", "LinearAttentionConfig", "MoEConfig"]
-__all__ += ["PackedDocuments", "SamplingConfig"]
+__all__ += ["PackedDocuments", "Sampled", "SamplingConfig", "check_invariant", "log_probabilities"]
 __all__ += ["cache_init", "decode", "decoder", "decoder_x", "from_hf", "generate", "hf_paths", "layer_paths"]
 __all__ += ["moe", "open_hf", "pack", "peft_names", "plain_experts", "roles", "roll_back", "sample", "to_hf"]

@@ -39,7 +39,7 @@ from funcops.engine.errors import (
 )
 from funcops.engine.trees import leaf, static, tree, tree_map_tensors
 from funcops.library.kernels.slot_attention import slot_attention_fwd
-from funcops.library.ops.attention import AttentionConfig, check_parts, check_qkv
+from funcops.library.ops.attention import AttentionConfig, check_parts, check_qkv, scored
 from funcops.library.ops.sink_attention import sink_attention_init
 from funcops.models.decoder_config import DecoderConfig, layer_paths
 
@@ -401,4 +401,5 @@ cached_attention = make_op(
     dgrad=no_backward,
     wgrad=no_backward,
     bwd=no_backward,
+    mixes=lambda cfg: scored(cfg.of),
 )

@@ -16,7 +16,7 @@ from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.contract.schema import Donated
 from funcops.engine.contract.walk import Inside, Part, rewrite, steps
-from funcops.engine.errors import FLOATS, check, describe, differing, fail, require, require_count, require_type
+from funcops.engine.errors import FLOATS, check, describe, differing, fail, require, require_count, require_flag, require_type
 from funcops.engine.trees import WithExtras, at, has, leaves, paths, stands_for_one, tree_map_tensors
 from funcops.library.formats.scaled import unscaled
 from funcops.library.ops.attention import attention
@@ -44,7 +44,7 @@ from funcops.models.cache import (
 from funcops.models.decoder import decoder, decoder_x, without_loss
 from funcops.models.decoder_config import DecoderConfig, layer_paths
 from funcops.models.latent_cache import LatentParams, latent_steps, plain_latents, weight_of_latents
-from funcops.models.sampling import SamplingConfig, drawn
+from funcops.models.sampling import Sampled, SamplingConfig, drawn, log_probabilities
 
 __all__ = ["decode", "generate"]
 
@@ -230,14 +230,17 @@ def generate(
     stop: Sequence[int] = (),
     chunk: int = 256,
     model: ChainConfig | None = None,
-) -> Iterator[Tensor]:
+    log_probabilities: bool = False,
+) -> Iterator[Any]:
     """Generate the next `tokens` tokens after prompts ids [B, T], one after another: each [B], int64, as soon as it is computed.
 
     `sampling`: how tokens are drawn, by default the likeliest; each is drawn from `key`, folded with its number. `lengths` [B],
     int64: the lengths of prompts that are shorter than T, which begin their rows. `stop`: ids of tokens that end a row. Later
     tokens of that row repeat the id, and its cache is dropped, so that later steps compute the other rows alone; after the last
-    row has ended the iterator ends. Prompts are taken in chunks of `chunk`. `model`: as in `decode`. Nothing waits for a device
-    until a token is read, except with `stop`, which reads each token; stop iterating to end early.
+    row has ended the iterator ends. Prompts are taken in chunks of `chunk`. `model`: as in `decode`. `log_probabilities`: yield
+    `Sampled(tokens, log_probabilities)` each time, the latter by the model's own softmax, before temperature and filters, and 0 for
+    a row that has ended. Nothing waits for a device until a token is read, except with `stop`, which reads each token; stop
+    iterating to end early.
 
     Raises `ValueError` or `TypeError`, when it is called, for arguments of a wrong shape, dtype or value, and if tokens reach
     beyond the original context of a rope that depends on the longest sequence and was not given its length.
@@ -257,6 +260,7 @@ def generate(
     require_type(where, "sampling", sampling, SamplingConfig)
     _check_model(where, model, cfg)
     require_count(where, tokens=tokens, chunk=chunk)
+    require_flag(where, log_probabilities=log_probabilities)
     check(where, "ids", ids, (...,), torch.int64)
     if ids.dim() != 2 or 0 in ids.shape:
         fail(where, "ids", "[B, T] of at least one token", list(ids.shape))
@@ -278,7 +282,8 @@ def generate(
     _check_length(where, cfg, ids.shape[1], length)
     latents = plain_latents(model or _chain_of(cfg)) == len(layer_paths(cfg))
     cache = cache_init(cfg, ids.shape[0], context=length, chunk=chunk, dtype=dtype, device=ids.device, latents=latents)
-    return _Rows(params, cfg, model, cache).stream(ids, lengths, tokens, key, sampling, stop)
+    rows = _Rows(params, cfg, model, cache, log_probabilities)
+    return rows.stream(ids, lengths, tokens, key, sampling, stop)
 
 
 def _check_length(where: str, cfg: DecoderConfig, prompt: int, longest: int) -> None:
@@ -311,10 +316,10 @@ def _check_params(where: str, params: Any, model: ChainConfig | None, cfg: Decod
 
 
 class _Rows:
-    """The sequences that a model goes on with, and their cache."""
+    """The sequences that a model goes on with, and their cache; `saves`: whether log-probabilities are yielded, too."""
 
-    def __init__(self, params: Any, cfg: DecoderConfig, model: ChainConfig | None, cache: Cache) -> None:
-        self.params, self.cfg, self.model = params, cfg, model
+    def __init__(self, params: Any, cfg: DecoderConfig, model: ChainConfig | None, cache: Cache, saves: bool) -> None:
+        self.params, self.cfg, self.model, self.saves = params, cfg, model, saves
         self.hold(cache)
 
     def hold(self, cache: Cache) -> None:
@@ -336,7 +341,7 @@ class _Rows:
 
     def stream(
         self, ids: Tensor, lengths: Tensor | None, tokens: int, key: Tensor | None, sampling: SamplingConfig, stop: Sequence[int]
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[Tensor | Sampled]:
         """Yield the tokens after the prompts. A row draws the same numbers, whether or not others have ended."""
         last, batch = self.prompted(ids, lengths), len(ids)
         seen = None if sampling.repetition_penalty == 1 else _seen(ids, lengths, self.cfg)
@@ -344,11 +349,12 @@ class _Rows:
         for i in range(tokens):
             u = None if key is None else random.uniform(random.fold_in(key, i), (batch, 1), dtype=torch.float64)
             token = drawn("generate", last, u if u is None or not stop else u[going], sampling, seen)
+            found = log_probabilities(last, token) if self.saves else None
             if not stop:
-                yield token
+                yield token if found is None else Sampled(token, found)
             else:
                 ended = ended.index_put((going,), token)
-                yield ended
+                yield ended if found is None else Sampled(ended, found.new_zeros(batch).index_put((going,), found))
                 goes_on = ~torch.isin(token, ends)
                 if not goes_on.any():
                     return

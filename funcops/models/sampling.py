@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,10 @@ from funcops.engine import random
 from funcops.engine.backend.declare import readable
 from funcops.engine.contract.configs import config
 from funcops.engine.errors import FLOATS, check, fail, require, require_number, require_type
+from funcops.library.kernels.cross_entropy import cross_entropy_fwd
+from funcops.library.ops._ids import check_ids
 
-__all__ = ["SamplingConfig", "sample"]
+__all__ = ["Sampled", "SamplingConfig", "log_probabilities", "sample"]
 
 
 @config
@@ -47,6 +51,43 @@ class SamplingConfig:
         for name in () if self.temperature > 0 else ("top_k", "top_p", "min_p"):
             if (value := getattr(self, name)) is not None:
                 fail(where, name, "None at temperature 0, which takes the likeliest token: set temperature=1.0", value)
+
+
+class Sampled(NamedTuple):
+    """Tokens [B], int64, and the logarithms of their probabilities [B], float32 (float64 for float64), as `generate` yields them.
+
+    >>> import torch
+    >>> from funcops.models import Sampled, log_probabilities
+    >>> tokens = torch.tensor([0, 3])
+    >>> Sampled(tokens, log_probabilities(torch.zeros(2, 4), tokens)).log_probabilities
+    tensor([-1.3863, -1.3863])
+    """
+
+    tokens: Tensor
+    log_probabilities: Tensor
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The logarithms of the probabilities of tokens [*] by the softmax of logits [*, V], which nothing divides or filters: [*],
+    float32 (float64 for float64). They are the losses of `cross_entropy` with reduction="none", with the other sign, bit for bit:
+    so what a sampler saves, a trainer's loss can be compared with. Raises `ValueError` or `TypeError` for a wrong shape or dtype,
+    `IndexError` on the CPU for a token outside of the vocabulary.
+
+    >>> import torch
+    >>> from funcops.models import log_probabilities
+    >>> log_probabilities(torch.zeros(2, 4), torch.tensor([0, 3]))
+    tensor([-1.3863, -1.3863])
+    """
+    where = "log_probabilities"
+    check(where, "logits", logits, (...,), FLOATS)
+    if logits.dim() < 1 or logits.shape[-1] == 0:
+        fail(where, "logits", "[*, V]", list(logits.shape))
+    check(where, "tokens", tokens, tuple(logits.shape[:-1]), torch.int64, logits)
+    check_ids(where, "tokens", tokens, logits.shape[-1] - 1)
+    rows, of_rows = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1)
+    if len(rows) == 1:  # one row alone torch adds up in parts, by threads
+        rows, of_rows = rows.expand(2, -1), of_rows.expand(2)
+    return cross_entropy_fwd(rows, of_rows, 0.0, -100, 0.0)[0][: tokens.numel()].neg().view(tokens.shape)
 
 
 def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig, seen: Tensor | None = None) -> Tensor:

@@ -126,8 +126,8 @@ def test_many_threads_leave_nothing_behind():
     def work(name):
         for _ in range(200):
             with backend(name):
-                assert select.forced() == name
-        return select.forced()
+                assert select.choice()[0] == name
+        return select.choice()[0]
 
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(work, ["triton", "torch"] * 4)) == {None}
@@ -139,11 +139,11 @@ def test_tasks_choose_for_themselves():
         with backend(name):
             for _ in range(turns):
                 await asyncio.sleep(0)
-                assert select.forced() == name
+                assert select.choice()[0] == name
 
     async def both():
         await asyncio.gather(work("triton", 3), work("torch", 5))
-        return select.forced()
+        return select.choice()[0]
 
     assert asyncio.run(both()) is None
 
@@ -170,7 +170,7 @@ def test_a_backward_on_another_thread_runs_on_the_backend_of_its_forward(monkeyp
     monkeypatch.setattr(kernel, "torch_impl", kernel.torch_impl)
     kernel.find_triton()
     triton_impl = kernel.triton_impl
-    monkeypatch.setattr(kernel, "triton_impl", lambda *args: seen.append(select.forced()) or triton_impl(*args))
+    monkeypatch.setattr(kernel, "triton_impl", lambda *args: seen.append(select.choice()[0]) or triton_impl(*args))
     x = torch.randn(3, requires_grad=True)
     with backend("triton"):
         y = differentiable(activation)(None, x, cfg)

@@ -14,7 +14,21 @@ import funcops
 from funcops.engine.contract.configs import OpConfig
 
 TABLE = Path(__file__).parents[1] / "helpers" / "promised_defaults.txt"
-ROOMS = "", "dist", "graphs", "logs", "lora", "low_precision", "models", "optim", "precision", "random", "schedule", "testing"
+ROOMS = (
+    "",
+    "dist",
+    "graphs",
+    "invariant",
+    "logs",
+    "lora",
+    "low_precision",
+    "models",
+    "optim",
+    "precision",
+    "random",
+    "schedule",
+    "testing",
+)
 
 
 def defaults():

@@ -15,6 +15,7 @@ import torch
 from dist_cases import PLAIN
 from good_adapters import ADAPTERS
 from good_dist import DIST
+from good_invariant import INVARIANT
 from good_logs import LOGS
 from good_loops import LOOPS
 from good_lora import LORA
@@ -42,6 +43,7 @@ ROOMS = (
     "dist",
     "fused",
     "graphs",
+    "invariant",
     "logs",
     "lora",
     "low_precision",
@@ -108,6 +110,7 @@ NO_PATH = {("needs", "Needs(x=False, params=('no.such',))"): "nothing is asked f
 ROOT = {("cfg", "IdentityConfig()"): "an op without parts", "op": "handed on as it is", "path": "any text"}
 OWN = {  # by "module.name", or "name" of funcops itself
     **DIST,
+    **INVARIANT,
     **LOGS,
     **LORA,
     **SCHEDULES,

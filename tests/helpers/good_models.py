@@ -10,6 +10,7 @@ import torch
 from good_rows import ANY, Row
 
 from funcops import ExpertsConfig, RopeConfig, RouteConfig, chain, models, random
+from funcops.invariant import with_invariant
 from funcops.lora import with_lora
 
 SIZES = dict(vocab=8, dim=4, layers=2, heads=2, kv_heads=1, head_size=2, hidden=3, context=8)
@@ -79,6 +80,7 @@ def generating() -> dict[str, Any]:
         "stop": (3, 5),
         "chunk": 3,
         "model": models.decoder(LLAMA),
+        "log_probabilities": True,
     }
 
 
@@ -131,6 +133,20 @@ MODELS = {
         generating,
         {"tokens": ZERO, "chunk": ZERO, "lengths": (0 * COUNTS,), "stop": ((-1,), (10**6,), (1.5,))},
         {("stop", "[]"): "none"},
+    ),
+    "models.check_invariant": Row(
+        lambda: {
+            "params": params(),
+            "cfg": LLAMA,
+            "model": with_invariant(models.decoder(LLAMA)),
+            "tokens": 4,
+            "key": random.key(0),
+        },
+        {"tokens": (0, 1)},
+    ),
+    "models.log_probabilities": Row(
+        lambda: {"logits": torch.ones(2, 5), "tokens": torch.tensor([1, 4])},
+        {"logits": (torch.ones(2, 0), torch.ones(())), "tokens": (torch.tensor([1, 5]), torch.tensor([-1, 1]))},
     ),
     "models.sample": Row(
         lambda: {

@@ -75,8 +75,10 @@ def readable(t: Tensor) -> bool:
 class Kernel:
     """A tensor-in, tensor-out function with up to two implementations."""
 
-    def __init__(self, body: Implementation, mutates: tuple[str, ...], library: bool, product: bool, opaque: bool) -> None:
-        self.name, self.module = body.__name__, body.__module__
+    def __init__(
+        self, body: Implementation, mutates: tuple[str, ...], library: bool, product: bool, opaque: bool, rows: str = "mixed"
+    ) -> None:
+        self.name, self.module, self.rows = body.__name__, body.__module__, rows
         self.mutates, self.library, self.product, self.opaque = mutates, library, product, opaque
         self.torch_impl = body
         self.triton_impl: Implementation | None = None
@@ -151,8 +153,11 @@ class Kernel:
 
     def choose(self, first: Tensor) -> Implementation:
         """The implementation for tensors like `first`, in the current mode."""
+        found = select.choice() if select.chosen_anywhere else select.DEFAULT
+        if found[2] is not None:
+            return found[2](self, first)  # type: ignore[no-any-return]
         # without a block or a variable the device decides, and no context is read
-        wanted = select.wants_triton(first) if select.chosen_anywhere else first.is_cuda
+        wanted = select.wants_triton(first, found) if select.chosen_anywhere else first.is_cuda
         if self.library or not wanted or first.dtype is torch.float64:
             return self._by_torch() if self.opaque else self.torch_impl
         # `watched`, in every launch
@@ -174,16 +179,13 @@ class Kernel:
         """Whether a Triton implementation exists; if so, define its operator. Files are imported and operators defined outside of
         the traced code: torch.compile runs this function eagerly and takes the result as a constant.
         (`torch.compiler.assume_constant_result` sets the same mark, but imports the compiler.)"""
-        found = self.find_triton()
-        if found:
-            self.operator()
-        return found
+        return self.find_triton() and self.operator() is not None
 
     ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _without_triton(self) -> Implementation:
         why = "it has no Triton implementation" if importlib.util.find_spec("triton") else "Triton is not installed"
-        require(select.forced() is None, self.name, "backend", f"'torch' ({why})", "'triton'")
+        require(select.choice()[0] is None, self.name, "backend", f"'torch' ({why})", "'triton'")
         return self._by_torch()
 
     def find_triton(self) -> bool:
@@ -227,15 +229,24 @@ def _on_device(device: torch.device, implementation: Implementation, *args: Any)
 
 
 def kernel(
-    body: Any = None, /, *, mutates: tuple[str, ...] = (), library: bool = False, product: bool = False, opaque: bool = False
+    body: Any = None,
+    /,
+    *,
+    mutates: tuple[str, ...] = (),
+    library: bool = False,
+    product: bool = False,
+    opaque: bool = False,
+    rows: str = "mixed",
 ) -> Callable[[Implementation], Any]:
     """Declare a kernel. `mutates` names the arguments that it writes to. `library`: torch's own kernels are the implementation on
     every device. `product`: it is a bare matrix product, which `gemm` may leave to cuBLAS. `opaque`: the body reads values on the
-    host, so a tracer sees one operator with the results of `.fake`, which must be given. The result is called positionally, and
-    has the decorators `.triton`, `.fake` and `.plain`.
+    host, so a tracer sees one operator with the results of `.fake`, which must be given. `rows`: whether the bits of a row on the
+    CPU depend on which other rows come with it: "each" if they never do (of sums over rows, such as a weight gradient, nothing is
+    said), "pinned" if they do not by the body that `funcops.library.kernels.pins` has for it, else "mixed". The result is called
+    positionally, and has the decorators `.triton`, `.fake` and `.plain`.
 
     float64 always runs on the torch implementation, as the reference for the other dtypes. Raises `TypeError` for a decorator that
-    is not called, and an argument or result without an annotation; `ValueError` for `mutates` of no argument.
+    is not called, and an argument or result without an annotation; `ValueError` for `mutates` of no argument, or other `rows`.
     """
     if body is not None:
         fail(f"kernel {getattr(body, '__name__', body)!r}", "the decorator", "called, @kernel()", "@kernel", TypeError)
@@ -249,7 +260,8 @@ def kernel(
                 fail(where, name, wanted, "no annotation", TypeError)
         for name in mutates:
             require(name in names, where, "mutates", f"names of its arguments, {', '.join(names)}", repr(name))
-        declared = Kernel(body, mutates, library, product, opaque)
+        require(rows in ("each", "pinned", "mixed"), where, "rows", "'each', 'pinned' or 'mixed'", repr(rows))
+        declared = Kernel(body, mutates, library, product, opaque, rows)
 
         call: Any = functools.wraps(body)(_write_call(body, declared, parameters))
         call.kernel, call.triton, call.fake, call.plain = declared, declared.triton, declared.fake, declared.plain

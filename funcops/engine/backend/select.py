@@ -23,7 +23,7 @@ __all__ = ["gemm_provider", "launched"]
 
 BACKENDS = ("torch", "triton")
 PROVIDERS = ["auto", "cublas", "triton", "specialised", "quack"]  # a library that multiplies adds its name
-Choice = tuple[str | None, str | None]  # of the backend, and of the products
+Choice = tuple[str | None, str | None, Any]  # of the backend, of the products, and the function that chooses in place of both
 
 
 def _checked(name: str | None, where: str, among: Sequence[str] = BACKENDS) -> str | None:
@@ -35,6 +35,7 @@ DEFAULT: Choice = (
     # an empty variable counts as none
     _checked(os.environ.get("FUNCOPS_BACKEND") or None, "FUNCOPS_BACKEND"),
     _checked(os.environ.get("FUNCOPS_GEMM") or None, "FUNCOPS_GEMM", PROVIDERS),
+    None,
 )
 CHECK = _checked(os.environ.get("FUNCOPS_CHECK") or None, "FUNCOPS_CHECK", ("0", "1")) == "1"  # see funcops.checking
 _choice: ContextVar[Choice] = ContextVar("funcops.backend")
@@ -106,8 +107,8 @@ def backend(name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _backend(name: str) -> Iterator[None]:
-    # the choice of products stays what it is around the block
-    with chosen((name, choice()[1])):
+    # the other choices stay what they are around the block
+    with chosen((name, *choice()[1:])):
         yield
 
 
@@ -117,21 +118,17 @@ def gemm(name: str) -> Iterator[None]:
     `kernels/triton/gemm_table.py`. Inside `backend("triton")` the default is "triton". "specialised" runs every product
     that fits by our experimental kernel with specialised warps, to measure it. Any other name is of a library in the table of
     `kernels/triton/providers.py`, to which products of linear layers go."""
-    with chosen((choice()[0], _checked(name, "gemm", PROVIDERS))):
+    with chosen((choice()[0], _checked(name, "gemm", PROVIDERS), choice()[2])):
         yield
 
 
 def gemm_provider() -> str:
-    name, product = choice()
+    name, product, _ = choice()
     return product or ("auto" if name is None else "triton")
 
 
-def forced() -> str | None:
-    return choice()[0]
-
-
-def wants_triton(first: Tensor) -> bool:
-    name = choice()[0]
+def wants_triton(first: Tensor, found: Choice | None = None) -> bool:
+    name = (found or choice())[0]
     if name is None:
         return first.is_cuda
     return name == "triton" and not (first.is_cpu and _left_on_the_cpu())

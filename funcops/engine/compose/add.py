@@ -66,5 +66,5 @@ def add_dgrad(residuals: AddResiduals, dy: Any, cfg: AddConfig) -> tuple[tuple[T
     return residuals.inputs.make(dy if needs.input(i) else None for i in range(2)), None
 
 
-add = make_op("add", AddConfig, fwd=add_fwd, dgrad=add_dgrad)
+add = make_op("add", AddConfig, fwd=add_fwd, dgrad=add_dgrad, mixes="")
 add_init, add_bwd, add_wgrad = no_params(add, add_dgrad)

@@ -307,5 +307,6 @@ chain: TypedOp[dict[str, Any], Any, ChainConfig, Any, Any] = make_op(
     lower=_lower,
     products=_products,
     pausing=LOWERED,
+    mixes="",
 )
 programs.lowers(ChainConfig, chain)

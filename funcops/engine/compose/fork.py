@@ -66,5 +66,5 @@ def fork_dgrad(residuals: ForkResiduals, dy: Any, cfg: ForkConfig) -> tuple[Tens
     return a + b, None
 
 
-fork = make_op("fork", ForkConfig, fwd=fork_fwd, dgrad=fork_dgrad, view=True)
+fork = make_op("fork", ForkConfig, fwd=fork_fwd, dgrad=fork_dgrad, view=True, mixes="")
 fork_init, fork_bwd, fork_wgrad = no_params(fork, fork_dgrad)

@@ -58,5 +58,5 @@ def identity_dgrad(residuals: IdentityResiduals, dy: Any, cfg: IdentityConfig) -
     return dy if residuals.needs.x else NO_GRADIENT, None
 
 
-identity = make_op("identity", IdentityConfig, fwd=identity_fwd, dgrad=identity_dgrad, view=True)
+identity = make_op("identity", IdentityConfig, fwd=identity_fwd, dgrad=identity_dgrad, view=True, mixes="")
 identity_init, identity_bwd, identity_wgrad = no_params(identity, identity_dgrad)

@@ -185,5 +185,6 @@ parallel: TypedOp[dict[str, Any], Any, ParallelConfig, Any, Any] = make_op(
     lower=_lower,
     products=_products,
     pausing=LOWERED,
+    mixes="",
 )
 programs.lowers(ParallelConfig, parallel)

@@ -303,4 +303,5 @@ repeat: TypedOp[Any, Any, RepeatConfig, Any, Any] = make_op(
     bwd=repeat_bwd,
     products=_products,
     pausing=of_layers(_forward, _backward, RepeatResiduals, _pending, lambda: repeat),
+    mixes="",
 )

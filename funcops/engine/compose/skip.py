@@ -134,5 +134,6 @@ skip: TypedOp[Any, Any, SkipConfig, Any, Any] = make_op(
     lower=_lower,
     products=_products,
     pausing=LOWERED,
+    mixes="",
 )
 programs.lowers(SkipConfig, skip)

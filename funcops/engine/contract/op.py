@@ -15,6 +15,7 @@ obeys, checked by `funcops.testing.check_op`:
 9. Loud: a bad argument raises before anything runs, naming op, argument, what came and what was expected.
 10. Guarded: residuals and pending that are mapped, rebuilt, edited, copied, saved or given away give the gradients of their
     forward, or raise: `StaleResidualError` after a write to what they alias, by name where they lack what a backward reads.
+11. Invariant: in the mode of `funcops.invariant` y and dx of a row have the same bits beside any others; or the op says why not.
 """
 
 from __future__ import annotations
@@ -157,6 +158,8 @@ class Op(NamedTuple):
     `traces()`, of an op that traces a function, lists the traces that it holds, the last used last; `state()` of that object is
     another text after a change of what they depend on beside their arguments. `logs`: functions that compute one number each, by
     their names, of the forward, `(params, x, y, cfg)`, or of the backward, `(residuals, dy, cfg)`; `funcops.logs` asks for them.
+    `mixes`: by what the y or dx of a row depends on other rows that come with it, "" if by nothing but the order in which its
+    kernels sum, or a function of the config that says so; None if the author has not said; `funcops.invariant` asks for it.
     `again(call, needs, rows)`, of an op that a policy made: for each field that its residuals leave out, its name, the call of the
     program whose forward runs again for it, and the index in that call's y, or None for the whole.
 
@@ -193,6 +196,7 @@ class Op(NamedTuple):
     named: Any = None
     traces: Any = None
     logs: tuple[Callable[..., Any], ...] = ()
+    mixes: str | Callable[[Any], str] | None = None
     again: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
@@ -272,6 +276,7 @@ def make_op(
     layer: Any = None,
     pausing: Any = None,
     logs: tuple[Callable[..., Any], ...] = (),
+    mixes: str | Callable[[Any], str] | None = None,
 ) -> TypedOp[P, X, C, Y, R]:
     """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
     functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `recompute_of` and `bwd_of`, which name the classes of its
@@ -309,7 +314,7 @@ def make_op(
     if recompute is not None and raw_of(recompute) is None:  # unchecked, it would read what was written to since the forward
         recompute = recompute_of(trees[1], f"{name}_recompute")(recompute)
     how = recompute, lower, view, products, prefetch, layer, pausing
-    made: Any = Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how, logs=logs)  # type: ignore[arg-type]
+    made: Any = Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how, logs=logs, mixes=mixes)  # type: ignore[arg-type]
     return made  # type: ignore[no-any-return]
 
 

@@ -38,7 +38,7 @@ def for_linear_params(op: Op) -> Op:
         found, dx = op.bwd(residuals, dy, cfg, into=None if into is None else LinearCrossEntropyParams(into.weight))
         return (LinearParams(found.weight, None) if into is None else into), dx
 
-    return make_op(op.name, op.config, init=init, fwd=fwd, dgrad=op.dgrad, wgrad=wgrad, bwd=bwd)
+    return make_op(op.name, op.config, init=init, fwd=fwd, dgrad=op.dgrad, wgrad=wgrad, bwd=bwd, mixes=op.mixes)
 
 
 def made_by(op: Op, make: Any) -> Any:

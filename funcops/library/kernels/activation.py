@@ -89,13 +89,13 @@ ACTIVATIONS = {
 }
 
 
-@kernel()
+@kernel(rows="pinned")
 def activation_fwd(x: Tensor, kind: str) -> Tensor:
     """y = f(x)."""
     return ACTIVATIONS[kind].forward(x)
 
 
-@kernel()
+@kernel(rows="pinned")
 def activation_bwd(dy: Tensor, x: Tensor, kind: str) -> Tensor:
     """dx = dy * f'(x); f' is 0 at the corner of relu."""
     f = ACTIVATIONS[kind]

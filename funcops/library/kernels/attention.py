@@ -15,9 +15,10 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from funcops.engine.backend import kernel, operators, tracing
+from funcops.engine.backend import kernel, operators, select, tracing
 from funcops.engine.backend.once import once
 from funcops.library.kernels.attention_ways import VECTOR, WAYS, Pair, Way, way
+from funcops.library.kernels.block_attention import block_bwd, block_fwd, require_plain
 from funcops.library.kernels.cudnn_attention import cudnn_serves
 from funcops.library.kernels.scored_attention import (
     Score,
@@ -239,6 +240,9 @@ def attend_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Compute y, and logsumexp in the layout of the kernel that made it: [B, H, T], or longer. `chunk`: the length of the chunks
     that rows see alone (0: none), without a bias. `max_seqlen`: of packed sequences (0: not known)."""
+    if select.chosen_anywhere and (found := select.choice()[2]) is not None:
+        require_plain("attention_fwd", q, bias, score.softcap)
+        return block_fwd(found, q, k, v, cu_seqlens, score, chunk)
     if chunk and cu_seqlens is not None:
         cu_seqlens, max_seqlen = once(chunk_starts, cu_seqlens, k.shape[1], chunk), chunk
     elif chunk:
@@ -268,6 +272,9 @@ def attend_bwd(
     max_seqlen: int = 0,
 ) -> Gradients:
     """Compute dq, dk, dv and, if `wants_bias`, dbias."""
+    if select.chosen_anywhere and (found := select.choice()[2]) is not None:
+        require_plain("attention_dgrad", q, bias, score.softcap)
+        return *block_bwd(found, dy, q, k, v, cu_seqlens, y, lse, score, chunk), None
     if chunk and cu_seqlens is not None:
         cu_seqlens, max_seqlen = once(chunk_starts, cu_seqlens, k.shape[1], chunk), chunk
     elif chunk:

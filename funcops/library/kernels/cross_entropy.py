@@ -20,7 +20,7 @@ from torch import Tensor
 from funcops.engine.backend import kernel, wide
 
 
-@kernel()
+@kernel(rows="pinned")
 def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
     """losses [N] and logsumexp [N, 2]."""
     ignored = labels == ignore_index
@@ -65,7 +65,7 @@ def _below(logits: Tensor, highest: Tensor) -> Tensor:
     return logits - highest if logits.dtype is highest.dtype else logits.to(highest.dtype).sub_(highest)
 
 
-@kernel()
+@kernel(rows="each")
 def cross_entropy_bwd(
     dloss: Tensor,
     logits: Tensor,
@@ -100,7 +100,7 @@ def plain_cross_entropy_bwd(
     return plain_cross_entropy_bwd_owned(dloss, logits, labels, logsumexp, smoothing, ignore_index, z_loss, first, vocab)
 
 
-@kernel(mutates=("logits",))
+@kernel(mutates=("logits",), rows="each")
 def cross_entropy_bwd_owned(
     dloss: Tensor,
     logits: Tensor,

@@ -10,13 +10,13 @@ from funcops.engine.backend import kernel, wide
 _backward = torch.ops.aten.embedding_dense_backward.default
 
 
-@kernel(library=True)
+@kernel(library=True, rows="each")
 def embedding_fwd(w: Tensor, ids: Tensor) -> Tensor:
     """y = w[ids]. An id outside [0, V) raises IndexError on the CPU."""
     return torch.embedding(w, ids)
 
 
-@kernel()
+@kernel(rows="each")
 def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
     """dw [V, D]: the sum of the rows of dy by id, in a fixed order, in the wide dtype. Rows whose id is
     padding_idx (a row of w, or -1 for none) are left out."""
@@ -33,7 +33,7 @@ def plain_embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int)
     return onehot.to(dy.dtype).T @ dy.reshape(-1, dy.shape[-1])
 
 
-@kernel(mutates=("dw",))
+@kernel(mutates=("dw",), rows="each")
 def embedding_wgrad_into(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor) -> None:
     """Add the unrounded sum of `embedding_wgrad` to dw [V, D], contiguous and in the wide dtype. Other rows are left alone."""
     dw += _backward(dy.to(dw.dtype), ids, dw.shape[0], padding_idx, False)

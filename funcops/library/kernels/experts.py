@@ -22,9 +22,11 @@ from torch import Tensor
 from funcops.engine.backend import kernel, wide
 from funcops.library.kernels import glu
 from funcops.library.kernels.grouped import grouped_product
+from funcops.library.kernels.linear import linear_fwd
+from funcops.library.kernels.pins import own
 
 
-@kernel(opaque=True)
+@kernel(opaque=True, rows="each")
 def experts_up(
     x: Tensor,
     up: Tensor,
@@ -39,7 +41,7 @@ def experts_up(
     before: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute z [N, 2I] and scaled [N, I]; both are 0 from row offsets[E] on."""
-    z = grouped_product.kernel.torch_impl(x, up, bias, offsets, order, weights.shape[1], None, True)
+    z = own(grouped_product)(x, up, bias, offsets, order, weights.shape[1], None, True)
     s, whole = _row_weights(weights, order).unsqueeze(-1), z.to(wide(z.dtype))
     a = _gated(whole * s, kind, limit, alpha, offset) if before else _gated(whole, kind, limit, alpha, offset).mul_(s)
     return z, a.to(z.dtype)
@@ -51,7 +53,7 @@ def _experts_up_fake(x: Tensor, up: Tensor, order: Tensor) -> tuple[Tensor, Tens
     return x.new_empty((rows, width)), x.new_empty((rows, width // 2))
 
 
-@kernel(opaque=True)
+@kernel(opaque=True, rows="each")
 def experts_dgrad(
     dy: Tensor,
     down: Optional[Tensor],
@@ -79,7 +81,7 @@ def experts_dgrad(
     a = _gated(given, kind, limit, alpha, offset) if scaled or (dweights and not before) else given
     da = ds = d_z = recomputed = None
     if down is not None:
-        da = grouped_product.kernel.torch_impl(dy, down, None, offsets, order, weights.shape[1], None, False).to(whole.dtype)
+        da = own(grouped_product)(dy, down, None, offsets, order, weights.shape[1], None, False).to(whole.dtype)
     if dweights and da is not None and not before:
         ds = (a * da).sum(-1)
     if scaled:
@@ -108,7 +110,7 @@ def _by_place(ds: Tensor, place: Tensor, dy: Tensor, bias: Optional[Tensor], ind
     found = ds.index_select(0, place.reshape(-1)).view(place.shape)
     if bias is None or indices is None:
         return found
-    each = dy.to(ds.dtype) @ bias.to(ds.dtype).mT  # [T, E]
+    each = own(linear_fwd)(dy.to(ds.dtype), bias.to(ds.dtype), None)  # [T, E]
     return found + torch.cat((each, each.new_zeros((len(each), 1))), 1).gather(1, indices.long())
 
 
@@ -119,12 +121,12 @@ def _row_weights(weights: Tensor, order: Tensor) -> Tensor:
 
 def _gated(z: Tensor, kind: str, limit: float, alpha: float, offset: float) -> Tensor:
     if kind == "clamped_swiglu":
-        return glu.clamped_swiglu_fwd.kernel.torch_impl(z, None, True, limit, alpha, offset)  # type: ignore[no-any-return]
-    return glu.glu_fwd.kernel.torch_impl(z, None, kind, True)  # type: ignore[no-any-return]
+        return own(glu.clamped_swiglu_fwd)(z, None, True, limit, alpha, offset)  # type: ignore[no-any-return]
+    return own(glu.glu_fwd)(z, None, kind, True)  # type: ignore[no-any-return]
 
 
 def _of_gated(da: Tensor, z: Tensor, kind: str, limit: float, alpha: float, offset: float) -> Tensor:
     """The gradient of z."""
     if kind == "clamped_swiglu":
-        return glu.clamped_swiglu_bwd.kernel.torch_impl(da, z, None, True, limit, alpha, offset, True, False)[0]  # type: ignore[no-any-return]
-    return glu.glu_bwd.kernel.torch_impl(da, z, None, kind, True, True, False)[0]  # type: ignore[no-any-return]
+        return own(glu.clamped_swiglu_bwd)(da, z, None, True, limit, alpha, offset, True, False)[0]  # type: ignore[no-any-return]
+    return own(glu.glu_bwd)(da, z, None, kind, True, True, False)[0]  # type: ignore[no-any-return]

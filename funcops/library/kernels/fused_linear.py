@@ -42,7 +42,7 @@ def fused_linear_dgrad_add(dy: Tensor, w: Tensor, scale: float, add: Tensor) -> 
     return torch.matmul(dy, w) * scale + add
 
 
-@kernel(mutates=("into",))
+@kernel(mutates=("into",), rows="pinned")
 def fused_linear_dgrad_into(dy: Tensor, w: Tensor, scale: float, into: Tensor) -> None:
     """into += scale dy w. into: [*, I], contiguous."""
     rows, out = dy.reshape(-1, dy.shape[-1]), into.view(-1, into.shape[-1])
@@ -52,7 +52,7 @@ def fused_linear_dgrad_into(dy: Tensor, w: Tensor, scale: float, into: Tensor) -
         out.add_(torch.mm(rows, w), alpha=scale)
 
 
-@kernel()
+@kernel(rows="each")
 def fused_linear_wgrad(dy: Tensor, x: Tensor, scale: float, bias: bool) -> tuple[Tensor, Optional[Tensor]]:
     """dw = scale dy^T x, and if `bias` db = the sum of dy, over all rows, in dy's dtype."""
     rows = dy.reshape(-1, dy.shape[-1])
@@ -60,7 +60,7 @@ def fused_linear_wgrad(dy: Tensor, x: Tensor, scale: float, bias: bool) -> tuple
     return dw, rows.sum(0) if bias else None
 
 
-@kernel(mutates=("dw", "db"))
+@kernel(mutates=("dw", "db"), rows="each")
 def fused_linear_wgrad_into(dy: Tensor, x: Tensor, scale: float, dw: Tensor, db: Optional[Tensor]) -> None:
     """dw += scale dy^T x, db += the sum of dy. dw [O, I], db [O]: contiguous, in the wide dtype."""
     rows, inner = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])

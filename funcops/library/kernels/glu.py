@@ -25,13 +25,13 @@ GATES = {
 }
 
 
-@kernel()
+@kernel(rows="pinned")
 def glu_pair_fwd(gate: Tensor, linear: Tensor, kind: str) -> Tensor:
     """y = f(gate) * linear, from two tensors [*, H]."""
     return ACTIVATIONS[GATES[kind]].forward(gate).mul_(linear)
 
 
-@kernel()
+@kernel(rows="pinned")
 def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """d gate and d linear, see `glu_bwd`."""
     f = ACTIVATIONS[GATES[kind]]
@@ -61,28 +61,28 @@ AT_ONCE = 1 << 15  # elements of dy per thread for which there are buffers besid
 FEW = 1 << 12  # elements of dy below which the number of operators counts, above it the passes over memory
 
 
-def _halves(x: Tensor, first: bool) -> tuple[Tensor, Tensor]:
+def halves(x: Tensor, first: bool) -> tuple[Tensor, Tensor]:
     a, b = torch.unsafe_chunk(x, 2, -1)
     return (a, b) if first else (b, a)
 
 
-@kernel()
+@kernel(rows="pinned")
 def glu_fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool) -> Tensor:
     """y = f(gate) * linear (* scales per row)."""
-    gate, linear = _halves(x, first)
+    gate, linear = halves(x, first)
     y = ACTIVATIONS[GATES[kind]].forward(gate).mul_(linear)
     return y if scales is None else (y * scales.unsqueeze(-1)).to(x.dtype)  # scales may be wide
 
 
-@kernel()
+@kernel(rows="pinned")
 def glu_bwd(
     dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, dx: bool, dscales: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """d gate = dy scale linear f'(gate), d linear = dy scale f(gate); dscales = sum over H of dy f(gate) linear."""
     f, d_scales = ACTIVATIONS[GATES[kind]], None
     if dscales:
-        gate, linear = _halves(x, first)
-        d_scales = _row_sums(dy, f.forward(gate).mul_(linear), scales)
+        gate, linear = halves(x, first)
+        d_scales = row_sums(dy, f.forward(gate).mul_(linear), scales)
     if not dx:
         return None, d_scales
     return _dx(dy if scales is None else (dy * scales.unsqueeze(-1)).to(dy.dtype), x, f, first, False), d_scales
@@ -93,7 +93,7 @@ def plain_glu_bwd(
     dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, dx: bool, dscales: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the three factors of y = f(gate) * linear * scale."""
-    gate, linear = _halves(x, first)
+    gate, linear = halves(x, first)
     f, scale = ACTIVATIONS[GATES[kind]], 1.0 if scales is None else scales.unsqueeze(-1)
     active = f.forward(gate)
     slope = f.backward(torch.ones_like(gate), gate, active)
@@ -109,7 +109,7 @@ def glu_bwd_recompute(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
 
 @glu_bwd_recompute.plain
 def plain_glu_bwd_recompute(dy: Tensor, x: Tensor, kind: str, first: bool) -> tuple[Tensor, Tensor]:
-    gate, linear = _halves(x, first)
+    gate, linear = halves(x, first)
     return plain_glu_bwd(dy, x, None, kind, first, True, False)[0], ACTIVATIONS[GATES[kind]].forward(gate) * linear
 
 
@@ -118,7 +118,7 @@ def _dx(dy: Tensor, x: Tensor, f: Activation, first: bool, recompute: bool) -> T
     thread, so that buffers are small and stay in the cache; a compiler makes one kernel of it, which needs no parts. All ways give
     the same bits."""
     if torch.compiler.is_compiling() or dy.numel() < FEW:
-        return _dx_joined(dy, x, f, first, recompute)
+        return dx_joined(dy, x, f, first, recompute)
     d_x, width = torch.empty_like(x, memory_format=torch.contiguous_format), dy.shape[-1]
     if dy.numel() <= AT_ONCE:
         _write_dx(d_x, dy, x, f, first, recompute)
@@ -131,9 +131,9 @@ def _dx(dy: Tensor, x: Tensor, f: Activation, first: bool, recompute: bool) -> T
     return d_x
 
 
-def _dx_joined(dy: Tensor, x: Tensor, f: Activation, first: bool, recompute: bool) -> Tensor:
+def dx_joined(dy: Tensor, x: Tensor, f: Activation, first: bool, recompute: bool) -> Tensor:
     """`_dx` without writes to parts of a tensor, which a compiler does not see."""
-    gate, linear = _halves(x, first)
+    gate, linear = halves(x, first)
     active = f.forward(gate)
     parts = f.backward(dy * linear, gate, active), dy * active
     if recompute:
@@ -142,8 +142,8 @@ def _dx_joined(dy: Tensor, x: Tensor, f: Activation, first: bool, recompute: boo
 
 
 def _write_dx(d_x: Tensor, dy: Tensor, x: Tensor, f: Activation, first: bool, recompute: bool) -> None:
-    gate, linear = _halves(x, first)
-    d_gate, d_linear = _halves(d_x, first)
+    gate, linear = halves(x, first)
+    d_gate, d_linear = halves(d_x, first)
     active = f.forward(gate)
     torch.mul(dy, active, out=d_linear)
     d_gate.copy_(f.backward(dy * linear, gate, active))
@@ -151,10 +151,10 @@ def _write_dx(d_x: Tensor, dy: Tensor, x: Tensor, f: Activation, first: bool, re
         dy.copy_(active.mul_(linear))
 
 
-@kernel()
+@kernel(rows="pinned")
 def clamped_swiglu_fwd(x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float) -> Tensor:
     """g = min(gate, limit), l = clamp(linear, ±limit): y = g sigmoid(alpha g) (l + offset) (* scales)."""
-    gate, linear = _halves(x.to(wide(x.dtype)), first)
+    gate, linear = halves(x.to(wide(x.dtype)), first)
     gate = gate.clamp(max=limit)
     y = torch.sigmoid(gate * alpha).mul_(gate).mul_(linear.clamp(-limit, limit).add_(offset))
     return (y if scales is None else y.mul_(scales.unsqueeze(-1))).to(x.dtype)
@@ -162,18 +162,18 @@ def clamped_swiglu_fwd(x: Tensor, scales: Optional[Tensor], first: bool, limit: 
 
 @clamped_swiglu_fwd.plain
 def plain_clamped_swiglu_fwd(x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float) -> Tensor:
-    gate, linear = _halves(x, first)
+    gate, linear = halves(x, first)
     g, l = gate.clamp(max=limit), linear.clamp(-limit, limit)  # noqa: E741 (as in the math)
     return g / (1 + (-alpha * g).exp()) * (l + offset) * (1.0 if scales is None else scales.unsqueeze(-1))
 
 
-@kernel()
+@kernel(rows="pinned")
 def clamped_swiglu_bwd(
     dy: Tensor, x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float, dx: bool, dscales: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """(g sigmoid(alpha g))' = silu'(alpha g). The gradient is zero where a half was clamped."""
     dtype = wide(x.dtype)
-    raw_gate, raw_linear = _halves(x.to(dtype), first)
+    raw_gate, raw_linear = halves(x.to(dtype), first)
     gate, linear = raw_gate.clamp(max=limit), raw_linear.clamp(-limit, limit).add_(offset)
     active = (gate * alpha).sigmoid_().mul_(gate)
     d = dy.to(dtype)
@@ -192,7 +192,7 @@ def plain_clamped_swiglu_bwd(
     dy: Tensor, x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float, dx: bool, dscales: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the halves and the scale in y = g s (l + offset) scale with s = sigmoid(alpha g)."""
-    gate, linear = _halves(x, first)
+    gate, linear = halves(x, first)
     g, l = gate.clamp(max=limit), linear.clamp(-limit, limit)  # noqa: E741 (as in the math)
     s, scale = 1 / (1 + (-alpha * g).exp()), 1.0 if scales is None else scales.unsqueeze(-1)
     along_g = s  # term 1: through g itself
@@ -202,6 +202,6 @@ def plain_clamped_swiglu_bwd(
     return torch.cat((d_gate, d_linear) if first else (d_linear, d_gate), -1), (dy * g * s * (l + offset)).sum(-1)
 
 
-def _row_sums(dy: Tensor, y: Tensor, like: Optional[Tensor]) -> Tensor:
+def row_sums(dy: Tensor, y: Tensor, like: Optional[Tensor]) -> Tensor:
     dtype = wide(dy.dtype)
     return (dy.to(dtype) * y.to(dtype)).sum(-1).to((dy if like is None else like).dtype)

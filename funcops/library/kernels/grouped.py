@@ -24,7 +24,7 @@ _grouped_mm = getattr(F, "grouped_mm", None)
 LEAST = (8, 0)  # the least device capability for torch's grouped product
 
 
-@kernel(opaque=True)
+@kernel(opaque=True, rows="pinned")
 def grouped_product(
     a: Tensor,
     w: Tensor,
@@ -47,7 +47,7 @@ def _grouped_product_fake(a: Tensor, w: Tensor, index: Optional[Tensor], transpo
     return a.new_empty((a.shape[0] if index is None else index.shape[0], w.shape[1 if transposed else 2]))
 
 
-@kernel(opaque=True)
+@kernel(opaque=True, rows="each")
 def grouped_wgrad(
     dy: Tensor,
     x: Optional[Tensor],
@@ -73,7 +73,7 @@ def _grouped_wgrad_fake(dy: Tensor, x: Optional[Tensor], offsets: Tensor, bias: 
     return None if x is None else dy.new_empty((groups, outer, x.shape[-1])), dy.new_empty((groups, outer)) if bias else None
 
 
-@kernel(opaque=True, mutates=("dw", "db"))
+@kernel(opaque=True, mutates=("dw", "db"), rows="each")
 def grouped_wgrad_into(
     dy: Tensor,
     x: Optional[Tensor],

@@ -11,13 +11,13 @@ from torch.nn.functional import linear as torch_linear
 from funcops.engine.backend import kernel
 
 
-@kernel(product=True)
+@kernel(product=True, rows="pinned")
 def linear_fwd(x: Tensor, w: Tensor, b: Optional[Tensor]) -> Tensor:
     """y = x w^T + b."""
     return torch_linear(x, w, b)
 
 
-@kernel(product=True)
+@kernel(product=True, rows="pinned")
 def linear_dgrad(dy: Tensor, w: Tensor) -> Tensor:
     """dx = dy w."""
     return matmul(dy, w) if w.shape[1] != 1 else _one_feature(dy, w)
@@ -29,7 +29,7 @@ def _one_feature(dy: Tensor, w: Tensor) -> Tensor:
     return matmul(dy, w.squeeze(-1)).unsqueeze(-1)
 
 
-@kernel(product=True)
+@kernel(product=True, rows="each")
 def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """dw = dy^T x (None without x) and db = sum of dy (None unless `bias`), both over all rows, in dy's dtype."""
     dy = reshape(dy, (-1, dy.shape[-1]))
@@ -37,7 +37,7 @@ def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[
     return dw, torch_sum(dy, 0) if bias else None
 
 
-@kernel(product=True)
+@kernel(product=True, rows="pinned")
 def linear_bwd(dy: Tensor, x: Optional[Tensor], w: Tensor, bias: bool) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
     """dx, dw and db: `linear_dgrad` and `linear_wgrad` in one call."""
     o, i = w.shape

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import are_strides_like_channels_last_or_false
 
-from funcops.engine.backend import kernel, select, wants_triton, wide
+from funcops.engine.backend import kernel, select, wide
 
 _vector_norm = torch.linalg.vector_norm
 FEW_FOR_MATMUL = 1 << 14  # elements; below it the number of operators counts, above it the passes over memory
@@ -44,7 +44,7 @@ def _rstd(x: Tensor, alpha: float, eps: float, dtype: torch.dtype) -> Tensor:
     return torch.addcmul(shift, norm, norm, value=alpha).rsqrt_()
 
 
-@kernel()
+@kernel(rows="each")
 def rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
     """y = x * rstd * w (or 1 + w), rstd = (mean(x^2) + eps)^(-1/2). Returns y, rstd."""
     dtype = wide(x.dtype)
@@ -61,8 +61,8 @@ def plain_rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple
 
 
 def rms_norm_recompute(x: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool) -> Tensor:
-    """Recompute y of `rms_norm_fwd` with the same bits; from rstd, where its Triton kernel does not run."""
-    if (select.chosen_anywhere or not x.is_cpu) and wants_triton(x):
+    """Recompute y of `rms_norm_fwd` with the same bits; on the CPU, outside of any block that chooses kernels, from rstd."""
+    if select.chosen_anywhere or not x.is_cpu:
         return rms_norm_fwd(x, w, eps, centred)[0]
     narrow, dtype = x.dtype, rstd.dtype
     y = (x if narrow is dtype else x.to(dtype)) * rstd
@@ -70,27 +70,27 @@ def rms_norm_recompute(x: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: 
     return y if narrow is dtype else y.to(narrow)
 
 
-@kernel()
+@kernel(rows="pinned")
 def rms_norm_bwd(
     dy: Tensor, x: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """dx = rstd * (g - n * mean(g n)) with g = dy * w, n = x * rstd; dw = sum over rows of dy * n. w may be None
     without dx."""
-    d_x, d_w = _rms_norm_gradients(dy, x, w, rstd, centred, dx, dw)
+    d_x, d_w = rms_norm_gradients(dy, x, w, rstd, centred, dx, dw)
     return d_x, None if d_w is None else d_w.unsqueeze(0)
 
 
 def rms_norm_bwd_at_once(
     dy: Tensor, x: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """`rms_norm_bwd` whose dw is [D] where no Triton kernel makes partial sums, in two views less."""
-    if (select.chosen_anywhere or not x.is_cpu) and wants_triton(x):
+    """`rms_norm_bwd` whose dw is [D] on the CPU outside of any block that chooses kernels, in two views less."""
+    if select.chosen_anywhere or not x.is_cpu:
         return rms_norm_bwd(dy, x, w, rstd, centred, dx, dw)  # type: ignore[no-any-return]
-    return _rms_norm_gradients(dy, x, w, rstd, centred, dx, dw)
+    return rms_norm_gradients(dy, x, w, rstd, centred, dx, dw)
 
 
-def _rms_norm_gradients(
-    dy: Tensor, x: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool
+def rms_norm_gradients(
+    dy: Tensor, x: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool, few: float = FEW_FOR_MATMUL
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """LayerNorm's backward with a mean of zero gives dw, and dx less rstd * mean(g), in one pass; that term is added back."""
     narrow, dtype, size = x.dtype, rstd.dtype, x.shape[-1]
@@ -101,7 +101,7 @@ def _rms_norm_gradients(
     zero = torch.zeros_like(rstd)
     d_x, d_w, _ = _backward(dy, x, [size], zero, rstd, scale, None, [dx, dw, False])
     if dx:  # plus rstd * mean(g)
-        if torch.compiler.is_compiling() or d_x.numel() < FEW_FOR_MATMUL:  # a tracer takes no size for a constant
+        if torch.compiler.is_compiling() or d_x.numel() < few:  # a tracer takes no size for a constant
             d_x.addcmul_((dy * scale).sum(-1, True), rstd, value=1.0 / size)
         else:
             d_x.add_(torch.matmul(dy, scale).unsqueeze_(-1).mul_(rstd), alpha=1.0 / size)
@@ -119,7 +119,7 @@ def plain_rms_norm_bwd(dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, centred: 
     return along_x + along_rstd, _over_rows(dy * n)
 
 
-@kernel()
+@kernel(rows="each")
 def layer_norm_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y = (x - mean) * rstd * w (or 1 + w) + b. Returns y, mean, rstd."""
     dtype = wide(x.dtype)
@@ -136,7 +136,7 @@ def plain_layer_norm_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, 
     return y if b is None else y + b, mean, rstd
 
 
-@kernel()
+@kernel(rows="each")
 def layer_norm_bwd(
     dy: Tensor, x: Tensor, w: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool, dx: bool, dw: bool, db: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
@@ -166,25 +166,25 @@ def _over_rows(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1]).sum(0, keepdim=True)
 
 
-@kernel()
+@kernel(rows="each")
 def row_sums(dy: Tensor) -> Tensor:
     """Only db of a LayerNorm: the sum of dy over rows, as partial sums."""
     return dy.reshape(-1, dy.shape[-1]).sum(0, keepdim=True, dtype=wide(dy.dtype))
 
 
-@kernel()
+@kernel(rows="each")
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """The total [D] of partial sums [P, D]."""
     return _to(parts.sum(0), dtype)
 
 
-@kernel()
+@kernel(rows="each")
 def sum_two_parts(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`sum_parts` of two tensors."""
     return _to(a.sum(0), dtype), _to(b.sum(0), dtype)
 
 
-@kernel()
+@kernel(rows="each")
 def l2_norm_fwd(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y = x * rstd, rstd = (sum(x^2) + eps)^(-1/2). Returns y, rstd."""
     rstd = _rstd(x, 1.0, eps, wide(x.dtype))
@@ -197,7 +197,7 @@ def plain_l2_norm_fwd(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x * rstd, rstd
 
 
-@kernel()
+@kernel(rows="each")
 def l2_norm_bwd(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     """dx = rstd * (dy - n * sum(dy n)) with n = x * rstd."""
     n = x * rstd

@@ -10,13 +10,13 @@ from funcops.engine import random
 from funcops.engine.backend import kernel, wide
 
 
-@kernel()
+@kernel(rows="each")
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b; b has a's shape, or its last dims."""
     return a + b
 
 
-@kernel()
+@kernel(rows="each")
 def scale(x: Tensor, factor: float) -> Tensor:
     """factor * x."""
     return x * factor

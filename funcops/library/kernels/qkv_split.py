@@ -13,7 +13,7 @@ from funcops.engine.backend import kernel
 from funcops.library.kernels.rope import rope_apply
 
 
-@kernel()
+@kernel(rows="each")
 def qkv_split_fwd(
     qkv: Tensor, table: Optional[Tensor], heads: int, kv_heads: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,7 +26,7 @@ def qkv_split_fwd(
     return q, k, own[0]
 
 
-@kernel()
+@kernel(rows="each")
 def qkv_split_bwd(dq: Tensor, dk: Tensor, dv: Tensor, table: Optional[Tensor], interleaved: bool) -> Tensor:
     """Join the gradients of q, k and v to d qkv."""
     if table is not None:

@@ -25,7 +25,7 @@ def frequencies(theta: float, size: int, dtype: torch.dtype, device: Any) -> Ten
     return powers(theta, size, dtype, device).reciprocal()
 
 
-@kernel(library=True)
+@kernel(library=True, rows="each")
 def rope_table(angle: Tensor, factor: float, interleaved: bool) -> Tensor:
     """The table for pairs' angles [*, T, R/2]: (cos, cos), (-sin, sin), (sin, -sin), in the order of x's pairs, times `factor`."""
     cos, sin = angle.cos(), angle.sin()
@@ -39,7 +39,7 @@ def rope_table(angle: Tensor, factor: float, interleaved: bool) -> Tensor:
     return torch.cat(parts, -1).unsqueeze(-2)
 
 
-@kernel()
+@kernel(rows="each")
 def rope_apply(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     """Rotate the first R of D by the angles of the table, backwards if `inverse`; a factor in the table multiplies both ways."""
     dtype, size = wide(x.dtype), table.shape[-1] // 3

@@ -29,7 +29,7 @@ from funcops.engine.backend import kernel, wide
 LEAST = 1e-20  # added to a sum of sigmoids, as in DeepSeek-V3: it avoids a division by zero
 
 
-@kernel()
+@kernel(rows="pinned")
 def route_fwd(
     logits: Tensor,
     bias: Optional[Tensor],
@@ -55,7 +55,7 @@ def route_fwd(
     else:
         picked = _scores(chosen, score)
     weights = picked * (scale / (picked.sum(-1, True) + LEAST) if score == "sigmoid" and normalize else scale)
-    counts = _counts(indices, logits.shape[-1])
+    counts = counts_of(indices, logits.shape[-1])
     loss = _losses(t, s, score, counts, top_k, aux, z)
     return weights, indices.to(torch.int32), picked if keep else None, counts, loss
 
@@ -77,7 +77,7 @@ def _best_of_groups(t: Tensor, count: int, groups: int, top_groups: int) -> Tens
     return among.gather(-1, _best(t.gather(-1, among), count))
 
 
-def _counts(indices: Tensor, experts: int) -> Tensor:
+def counts_of(indices: Tensor, experts: int) -> Tensor:
     flat = indices.flatten(1)
     ones = torch.ones((), dtype=torch.int32, device=flat.device).expand(flat.shape)
     return torch.zeros(flat.shape[0], experts, dtype=torch.int32, device=flat.device).scatter_add_(1, flat, ones)
@@ -94,7 +94,7 @@ def _losses(t: Tensor, s: Optional[Tensor], score: str, counts: Tensor, top_k: i
     return loss
 
 
-@kernel()
+@kernel(rows="pinned")
 def route_bwd(
     dloss: Tensor,
     dweights: Optional[Tensor],

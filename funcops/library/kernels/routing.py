@@ -25,7 +25,7 @@ def check_row_count(where: str, name: str, rows: int) -> None:
     require(rows <= MOST_ROWS, where, name, f"of at most {MOST_ROWS} rows", rows)
 
 
-@kernel(library=True)
+@kernel(library=True, rows="each")
 def sort_by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(order [N], token [N], offsets [E + 1], place [T, K]), all int32. An index outside [0, E] raises IndexError on the CPU."""
     key = torch.int16 if experts < 2**15 else torch.int32  # a radix sort passes over two bytes
@@ -55,7 +55,7 @@ def over_capacity(indices: Tensor, experts: int, capacity: int | Tensor) -> Tens
     return place - offsets[indices] >= capacity
 
 
-@kernel()
+@kernel(rows="each")
 def scatter_rows(x: Tensor, place: Tensor, offsets: Optional[Tensor]) -> Tensor:
     """rows [N, D] from x [T, D]: x_t at place[t, k], for every k. With `offsets`, rows from the last offset on are zero."""
     choices = place.shape[-1]
@@ -65,7 +65,7 @@ def scatter_rows(x: Tensor, place: Tensor, offsets: Optional[Tensor]) -> Tensor:
     return rows if offsets is None else rows.masked_fill_((ranks >= offsets[-1]).unsqueeze(-1), 0.0)
 
 
-@kernel()
+@kernel(rows="each")
 def gather_rows(rows: Tensor, place: Tensor, offsets: Optional[Tensor]) -> Tensor:
     """y [T, D]: the sum of a token's rows, rows[place[t, k]], over k in order, in the wide dtype. With `offsets`, rows from
     the last offset on count as zero. A place outside [0, N) raises IndexError on the CPU."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from funcops.engine.backend import kernel, wide
 
 
-@kernel()
+@kernel(rows="pinned")
 def row_scale_fwd(x: Tensor, gate: Tensor, sigmoid: bool) -> Tensor:
     """y = x s with s = gate, or sigmoid(gate)."""
     dtype = wide(x.dtype)
@@ -18,7 +18,7 @@ def row_scale_fwd(x: Tensor, gate: Tensor, sigmoid: bool) -> Tensor:
     return (x.to(dtype) * (s.sigmoid() if sigmoid else s)).to(x.dtype)
 
 
-@kernel()
+@kernel(rows="pinned")
 def row_scale_bwd(
     dy: Tensor, x: Optional[Tensor], gate: Tensor, sigmoid: bool, dx: bool, dgate: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from funcops.engine.backend import kernel
 from funcops.library.kernels.attention import by_elements, heads_first
+from funcops.library.kernels.block_attention import with_sink
 from funcops.library.kernels.scored_attention import Score, alibi_slopes, nothing_to_see, scored_attention_fwd
 
 
-@kernel(opaque=True)
+@kernel(opaque=True, rows="pinned")
 def slot_attention_fwd(
     q: Tensor,
     k: Tensor,
@@ -48,10 +49,11 @@ def slot_attention_fwd(
     if q.shape[1] > 1 or bias is not None or alibi or low < high or chunk or (window and high > window):
         mask = _mask(q, first, ends, bias, (k.shape[2], high), window, chunk, alibi)
     y, lse = _masked(q, k[:, :, :high], values[:, :, :high], mask, softcap, scale)
-    if sinks is not None:
-        total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
-        y = y * torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)
-    return y.to(q.dtype)
+    return with_sinks(y, lse, sinks).to(q.dtype)
+
+
+def with_sinks(y: Tensor, lse: Tensor, sinks: Optional[Tensor]) -> Tensor:
+    return y if sinks is None else y * torch.exp(lse - with_sink(lse, sinks)).transpose(1, 2).unsqueeze(-1)
 
 
 @slot_attention_fwd.fake

@@ -7,13 +7,13 @@ from torch import Tensor
 from funcops.engine.backend import kernel, wide
 
 
-@kernel()
+@kernel(rows="each")
 def softcap_fwd(x: Tensor, cap: float) -> Tensor:
     """y = cap tanh(x / cap)."""
     return (x.to(wide(x.dtype)) / cap).tanh_().mul_(cap).to(x.dtype)
 
 
-@kernel()
+@kernel(rows="each")
 def softcap_bwd(dy: Tensor, x: Tensor, cap: float) -> Tensor:
     """dx = dy (1 - tanh(x / cap)^2)."""
     dtype = wide(x.dtype)

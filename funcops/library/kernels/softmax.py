@@ -8,7 +8,7 @@ from torch import Tensor
 from funcops.engine.backend import kernel
 
 
-@kernel()
+@kernel(rows="each")
 def softmax_fwd(x: Tensor) -> Tensor:
     """y = exp(x) / sum(exp(x))."""
     return torch.softmax(x, -1).contiguous()
@@ -19,7 +19,7 @@ def plain_softmax_fwd(x: Tensor) -> Tensor:
     return x.exp() / x.exp().sum(-1, keepdim=True)
 
 
-@kernel()
+@kernel(rows="each")
 def softmax_bwd(dy: Tensor, y: Tensor) -> Tensor:
     """dx = y (dy - sum(dy y))."""
     return torch.ops.aten._softmax_backward_data.default(dy, y, -1, y.dtype).contiguous()

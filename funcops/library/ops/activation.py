@@ -86,5 +86,6 @@ activation = make_op(
     dgrad=activation_dgrad,
     recomputable="elementwise",
     recompute=activation_recompute,
+    mixes="",
 )
 activation_init, activation_bwd, activation_wgrad = no_params(activation, activation_dgrad)

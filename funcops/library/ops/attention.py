@@ -272,10 +272,15 @@ def attention_dgrad(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionCon
     return input_gradients("attention_dgrad", residuals, dy, cfg), None
 
 
+def scored(cfg: AttentionConfig) -> str:
+    """The options that keep scores from torch's kernel, whose blocks a mode may fix: `Op.mixes`."""
+    return "; ".join([f"{name}, which that mode has no kernel for" for name in ("softcap", "bias") if getattr(cfg, name)])
+
+
 def largest_logsumexp(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionConfig) -> Tensor:
     """The largest log of a sum of exponentials over the keys: it grows where logits do. A value of `funcops.logs`."""
     return residuals.logsumexp.amax()
 
 
-attention = make_op("attention", AttentionConfig, fwd=attention_fwd, dgrad=attention_dgrad, logs=(largest_logsumexp,))
+attention = make_op("attention", AttentionConfig, fwd=attention_fwd, dgrad=attention_dgrad, logs=(largest_logsumexp,), mixes=scored)
 attention_init, attention_bwd, attention_wgrad = no_params(attention, attention_dgrad)

@@ -95,5 +95,5 @@ def bias_wgrad(pending: BiasPending, cfg: BiasConfig, *, into: BiasParams | None
     return accumulate("bias_wgrad", BiasParams(db), into)
 
 
-bias = make_op("bias", BiasConfig, init=bias_init, fwd=bias_fwd, dgrad=bias_dgrad, wgrad=bias_wgrad)
+bias = make_op("bias", BiasConfig, init=bias_init, fwd=bias_fwd, dgrad=bias_dgrad, wgrad=bias_wgrad, mixes="")
 bias_bwd = both_halves(bias, bias_dgrad, bias_wgrad)

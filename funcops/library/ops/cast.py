@@ -60,5 +60,5 @@ def cast_dgrad(residuals: CastResiduals, dy: Any, cfg: CastConfig) -> tuple[Tens
     return dy.to(residuals.dtype) if residuals.needs.x else NO_GRADIENT, None
 
 
-cast = make_op("cast", CastConfig, fwd=cast_fwd, dgrad=cast_dgrad)
+cast = make_op("cast", CastConfig, fwd=cast_fwd, dgrad=cast_dgrad, mixes="")
 cast_init, cast_bwd, cast_wgrad = no_params(cast, cast_dgrad)

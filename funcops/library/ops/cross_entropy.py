@@ -89,5 +89,11 @@ def cross_entropy_dgrad(residuals: CrossEntropyResiduals, dy: Tensor, cfg: Cross
     return residuals.inputs.make((d.reshape(logits.shape), None)), None
 
 
-cross_entropy = make_op("cross_entropy", CrossEntropyConfig, fwd=cross_entropy_fwd, dgrad=cross_entropy_dgrad)
+cross_entropy = make_op(
+    "cross_entropy",
+    CrossEntropyConfig,
+    fwd=cross_entropy_fwd,
+    dgrad=cross_entropy_dgrad,
+    mixes=lambda cfg: "the mean over all rows, by whose number gradients are divided" if cfg.reduction == "mean" else "",
+)
 cross_entropy_init, cross_entropy_bwd, cross_entropy_wgrad = no_params(cross_entropy, cross_entropy_dgrad)

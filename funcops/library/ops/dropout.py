@@ -36,6 +36,8 @@ from funcops.library.kernels import pointwise as kernels
 __all__ = ["DropoutConfig", "DropoutResiduals"]
 __all__ += ["dropout", "dropout_bwd", "dropout_dgrad", "dropout_fwd", "dropout_init", "dropout_wgrad"]
 
+MASK = "the mask of an element, drawn by its place among all of x"  # see `Op.mixes`
+
 
 @config
 class DropoutConfig(OpConfig):
@@ -115,5 +117,12 @@ def dropout_dgrad(residuals: DropoutResiduals, dy: Any, cfg: DropoutConfig) -> t
     return residuals.inputs.make((dx, None)), None
 
 
-dropout = make_op("dropout", DropoutConfig, fwd=dropout_fwd, dgrad=dropout_dgrad, keyed=True)
+dropout = make_op(
+    "dropout",
+    DropoutConfig,
+    fwd=dropout_fwd,
+    dgrad=dropout_dgrad,
+    keyed=True,
+    mixes=lambda cfg: MASK if cfg.p and cfg.train else "",
+)
 dropout_init, dropout_bwd, dropout_wgrad = no_params(dropout, dropout_dgrad)

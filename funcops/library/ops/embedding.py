@@ -125,6 +125,6 @@ def embedding_gradients(where: str, dy: Tensor, ids: Tensor, vocab: int, pad: in
 
 
 embedding = make_op(
-    "embedding", EmbeddingConfig, init=embedding_init, fwd=embedding_fwd, dgrad=embedding_dgrad, wgrad=embedding_wgrad
+    "embedding", EmbeddingConfig, init=embedding_init, fwd=embedding_fwd, dgrad=embedding_dgrad, wgrad=embedding_wgrad, mixes=""
 )
 embedding_bwd = both_halves(embedding, embedding_dgrad, embedding_wgrad)

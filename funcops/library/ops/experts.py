@@ -337,5 +337,6 @@ experts = make_op(
     dgrad=experts_dgrad,
     wgrad=experts_wgrad,
     products=experts_products,
+    mixes="",
 )
 experts_bwd = both_halves(experts, experts_dgrad, experts_wgrad)

@@ -133,5 +133,11 @@ def gated_delta_rule_dgrad(residuals: GatedDeltaRuleResiduals, dy: Any, cfg: Gat
     return residuals.inputs.make(tuple([t if needs.input(i) else None for i, t in enumerate(found)])), None
 
 
-gated_delta_rule = make_op("gated_delta_rule", GatedDeltaRuleConfig, fwd=gated_delta_rule_fwd, dgrad=gated_delta_rule_dgrad)
+gated_delta_rule = make_op(
+    "gated_delta_rule",
+    GatedDeltaRuleConfig,
+    fwd=gated_delta_rule_fwd,
+    dgrad=gated_delta_rule_dgrad,
+    mixes="the chunks of positions that it computes at a time, which decoding takes one by one",
+)
 gated_delta_rule_init, gated_delta_rule_bwd, gated_delta_rule_wgrad = no_params(gated_delta_rule, gated_delta_rule_dgrad)

@@ -209,5 +209,5 @@ def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any,
     return residuals.inputs.make((dx, d_weights, None)), None
 
 
-glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, recomputable="elementwise", recompute=glu_recompute)
+glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, recomputable="elementwise", recompute=glu_recompute, mixes="")
 glu_init, glu_bwd, glu_wgrad = no_params(glu, glu_dgrad)

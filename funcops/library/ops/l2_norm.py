@@ -74,5 +74,7 @@ def l2_norm_dgrad(residuals: L2NormResiduals, dy: Tensor, cfg: L2NormConfig) -> 
     return kernels.l2_norm_bwd(dy, x, residuals.rstd), None
 
 
-l2_norm = make_op("l2_norm", L2NormConfig, fwd=l2_norm_fwd, dgrad=l2_norm_dgrad, recomputable="norm", recompute=l2_norm_recompute)
+l2_norm = make_op(
+    "l2_norm", L2NormConfig, fwd=l2_norm_fwd, dgrad=l2_norm_dgrad, recomputable="norm", recompute=l2_norm_recompute, mixes=""
+)
 l2_norm_init, l2_norm_bwd, l2_norm_wgrad = no_params(l2_norm, l2_norm_dgrad)

@@ -170,5 +170,6 @@ layer_norm = make_op(
     wgrad=layer_norm_wgrad,
     recomputable="norm",
     recompute=layer_norm_recompute,
+    mixes="",
 )
 layer_norm_bwd = both_halves(layer_norm, layer_norm_dgrad, layer_norm_wgrad)

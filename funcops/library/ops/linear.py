@@ -243,4 +243,5 @@ linear = make_op(
     bwd=linear_bwd,
     products=linear_products,
     layer=_Layer(),
+    mixes="",
 )

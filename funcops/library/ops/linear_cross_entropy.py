@@ -51,6 +51,7 @@ from funcops.library.kernels import cross_entropy as kernels
 from funcops.library.kernels import fused_linear, row_scale
 from funcops.library.kernels import linear as linear_kernels
 from funcops.library.kernels import softcap as cap_kernels
+from funcops.library.kernels.pins import nominal_rows
 from funcops.library.ops._ids import check_ids
 from funcops.library.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 
@@ -270,7 +271,7 @@ def loss_gradients(
     """Compute the gradient of the logits, a chunk of classes at a time; call `dw(classes, dlogits, rows)` with each, and return dx
     [N, I], if requested, summed in the wide dtype. The weight has `cfg.vocab` of `vocab` classes, from `first` on."""
     labels, lse, dloss = labels.reshape(-1), lse.reshape(-1, 2), dloss.reshape(-1) if dloss.dim() else dloss
-    chunks, total = list(cfg.class_chunks(rows.shape[0])), None
+    chunks, total = list(cfg.class_chunks(nominal_rows(rows.shape[0]))), None
     for c in chunks:
         part = weight[c]
         logits = linear_kernels.linear_fwd(rows, part, None)
@@ -413,4 +414,5 @@ linear_cross_entropy = make_op(
     dgrad=linear_cross_entropy_dgrad,
     wgrad=linear_cross_entropy_wgrad,
     bwd=linear_cross_entropy_bwd,
+    mixes=lambda cfg: "the mean over all rows, by whose number gradients are divided" if cfg.reduction == "mean" else "",
 )

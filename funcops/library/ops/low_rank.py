@@ -43,7 +43,7 @@ from funcops.engine.errors import check, check_rows, describe, fail, require, re
 from funcops.engine.trees import leaf, tree
 from funcops.library.kernels import linear as products
 from funcops.library.kernels import pointwise
-from funcops.library.ops.dropout import sharded_mask
+from funcops.library.ops.dropout import MASK, sharded_mask
 from funcops.library.ops.linear import LinearConfig, LinearParams, linear_gradients
 from funcops.library.ops.linear_wgrads import Product
 from funcops.library.ops.qlinear import QLinearConfig
@@ -269,6 +269,7 @@ low_rank = make_op(
     wgrad=low_rank_wgrad,
     products=low_rank_products,
     keyed=_keyed,
+    mixes=lambda cfg: MASK if cfg.dropout else "",
 )
 low_rank_bwd = both_halves(low_rank, low_rank_dgrad, low_rank_wgrad)
 

@@ -34,6 +34,7 @@ from funcops.library.kernels import embedding as kernels
 from funcops.library.kernels import linear as products
 from funcops.library.kernels import pointwise
 from funcops.library.ops._ids import check_ids
+from funcops.library.ops.dropout import MASK
 from funcops.library.ops.embedding import EmbeddingConfig
 from funcops.library.ops.linear import LinearParams, linear_gradients
 from funcops.library.ops.low_rank import ADAPTERS, Adapter, LowRankConfig, LowRankParams, check_low_rank_into
@@ -142,6 +143,7 @@ low_rank_embedding = make_op(
     fwd=low_rank_embedding_fwd,
     dgrad=low_rank_embedding_dgrad,
     wgrad=low_rank_embedding_wgrad,
+    mixes=lambda cfg: MASK if cfg.dropout else "",
 )
 
 

@@ -119,5 +119,6 @@ position_embedding = make_op(
     fwd=position_embedding_fwd,
     dgrad=position_embedding_dgrad,
     wgrad=position_embedding_wgrad,
+    mixes="",
 )
 position_embedding_bwd = both_halves(position_embedding, position_embedding_dgrad, position_embedding_wgrad)

@@ -161,7 +161,12 @@ def _rounded_dy(residuals: QAttentionResiduals, dy: Tensor, cfg: QAttentionConfi
 
 _logs = [log for i, name in enumerate("qkv") for log in forward_logs(name, _rounded(i), also=("amax",))]
 qattention = make_op(
-    "qattention", QAttentionConfig, fwd=qattention_fwd, dgrad=qattention_dgrad, logs=(*_logs, *backward_logs(_rounded_dy))
+    "qattention",
+    QAttentionConfig,
+    fwd=qattention_fwd,
+    dgrad=qattention_dgrad,
+    logs=(*_logs, *backward_logs(_rounded_dy)),
+    mixes="the scales of its codes, each over several rows",
 )
 qattention_init, qattention_bwd, qattention_wgrad = no_params(qattention, qattention_dgrad)
 LOW_ATTENTION[AttentionConfig] = lambda cfg, recipe: (attention, qattention, QAttentionConfig(**fields_of(cfg), recipe=recipe))

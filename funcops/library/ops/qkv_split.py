@@ -134,5 +134,5 @@ def _parts(dy: Any, q_shape: Any, kv_shape: Any, dtype: torch.dtype) -> list[Ten
     return [like.new_zeros(shape) if d is None else d for d, shape in zip(dy, shapes, strict=True)]
 
 
-qkv_split = make_op("qkv_split", QKVSplitConfig, fwd=qkv_split_fwd, dgrad=qkv_split_dgrad)
+qkv_split = make_op("qkv_split", QKVSplitConfig, fwd=qkv_split_fwd, dgrad=qkv_split_dgrad, mixes="")
 qkv_split_init, qkv_split_bwd, qkv_split_wgrad = no_params(qkv_split, qkv_split_dgrad)

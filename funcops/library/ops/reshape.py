@@ -95,5 +95,5 @@ def reshape_dgrad(residuals: ReshapeResiduals, dy: Any, cfg: ReshapeConfig) -> t
     return torch.reshape(dy, residuals.x_shape) if residuals.needs.x else NO_GRADIENT, None
 
 
-reshape = make_op("reshape", ReshapeConfig, fwd=reshape_fwd, dgrad=reshape_dgrad, view=True)
+reshape = make_op("reshape", ReshapeConfig, fwd=reshape_fwd, dgrad=reshape_dgrad, view=True, mixes="")
 reshape_init, reshape_bwd, reshape_wgrad = no_params(reshape, reshape_dgrad)

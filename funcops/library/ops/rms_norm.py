@@ -162,4 +162,5 @@ rms_norm = make_op(
     bwd=rms_norm_bwd,
     recomputable="norm",
     recompute=rms_norm_recompute,
+    mixes="",
 )

@@ -287,5 +287,10 @@ def rope_dgrad(residuals: RopeResiduals, dy: Tensor, cfg: RopeConfig) -> tuple[t
     return residuals.inputs.make((kernels.rope_apply(dy, table, cfg.interleaved, True), None)), None
 
 
-rope = make_op("rope", RopeConfig, fwd=rope_fwd, dgrad=rope_dgrad)
+def by_length(cfg: RopeConfig) -> str:
+    """Whether the longest sequence decides how every sequence is rotated: `Op.mixes`."""
+    return "" if cfg.known_to is None else "angles that depend on the longest sequence (give the config its length)"
+
+
+rope = make_op("rope", RopeConfig, fwd=rope_fwd, dgrad=rope_dgrad, mixes=by_length)
 rope_init, rope_bwd, rope_wgrad = no_params(rope, rope_dgrad)

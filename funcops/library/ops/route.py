@@ -70,7 +70,7 @@ from funcops.engine.errors import check, check_rows, describe, fail, require
 from funcops.engine.trees import leaf, tree
 from funcops.library.kernels import route as kernels
 from funcops.library.kernels.routing import over_capacity
-from funcops.library.ops.dropout import check_shared, in_whole
+from funcops.library.ops.dropout import MASK, check_shared, in_whole
 
 __all__ = ["RouteConfig", "RouteParams", "RouteResiduals"]
 __all__ += ["route", "route_bwd", "route_dgrad", "route_fwd", "route_init", "route_wgrad"]
@@ -141,6 +141,12 @@ class RouteConfig(OpConfig):
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.experts, self.top_k
+
+
+def mixed_by(cfg: RouteConfig) -> str:
+    """The options by which other tokens change a token's choice or gradient: `Op.mixes`."""
+    said = {"aux": "a loss of all tokens", "z": "a mean over all tokens", "jitter": MASK, "capacity": "what others chose before"}
+    return "; ".join([f"{name}, {why}" for name, why in said.items() if getattr(cfg, name)])
 
 
 @tree
@@ -416,4 +422,5 @@ route = make_op(
     bwd=route_bwd,
     keyed=lambda cfg: cfg.draws_mask,
     logs=(entropy,),
+    mixes=mixed_by,
 )

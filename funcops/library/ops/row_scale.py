@@ -125,6 +125,12 @@ def row_scale_dgrad(residuals: RowScaleResiduals, dy: Tensor, cfg: RowScaleConfi
 
 
 row_scale = make_op(
-    "row_scale", RowScaleConfig, fwd=row_scale_fwd, dgrad=row_scale_dgrad, recomputable="elementwise", recompute=row_scale_recompute
+    "row_scale",
+    RowScaleConfig,
+    fwd=row_scale_fwd,
+    dgrad=row_scale_dgrad,
+    recomputable="elementwise",
+    recompute=row_scale_recompute,
+    mixes="",
 )
 row_scale_init, row_scale_bwd, row_scale_wgrad = no_params(row_scale, row_scale_dgrad)

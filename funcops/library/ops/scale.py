@@ -66,5 +66,5 @@ def scale_dgrad(residuals: ScaleResiduals, dy: Any, cfg: ScaleConfig) -> tuple[T
     return kernels.scale(dy, cfg.factor) if residuals.needs.x else NO_GRADIENT, None
 
 
-scale = make_op("scale", ScaleConfig, fwd=scale_fwd, dgrad=scale_dgrad)
+scale = make_op("scale", ScaleConfig, fwd=scale_fwd, dgrad=scale_dgrad, mixes="")
 scale_init, scale_bwd, scale_wgrad = no_params(scale, scale_dgrad)

@@ -36,8 +36,9 @@ from funcops.engine.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residu
 from funcops.engine.errors import check, require
 from funcops.engine.trees import leaf, tree
 from funcops.library.kernels.attention import attend_fwd
+from funcops.library.kernels.block_attention import with_sink
 from funcops.library.ops._norm import finish
-from funcops.library.ops.attention import AttentionConfig, check_x, input_gradients, of_config
+from funcops.library.ops.attention import AttentionConfig, check_x, input_gradients, of_config, scored
 
 __all__ = ["SinkAttentionConfig", "SinkAttentionParams", "SinkAttentionPending", "SinkAttentionResiduals"]
 __all__ += ["sink_attention", "sink_attention_bwd", "sink_attention_dgrad"]
@@ -121,7 +122,7 @@ def sink_attention_fwd(
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """y and logsumexp with sinks, from both without."""
     lse = lse[..., : q.shape[1]]  # some kernels return more rows
-    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    total = with_sink(lse, sinks)
     return (out * torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)).to(q.dtype), total
 
 
@@ -162,5 +163,6 @@ sink_attention = make_op(
     fwd=sink_attention_fwd,
     dgrad=sink_attention_dgrad,
     wgrad=sink_attention_wgrad,
+    mixes=scored,
 )
 sink_attention_bwd = both_halves(sink_attention, sink_attention_dgrad, sink_attention_wgrad)

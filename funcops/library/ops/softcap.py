@@ -71,6 +71,12 @@ def softcap_dgrad(residuals: SoftcapResiduals, dy: Tensor, cfg: SoftcapConfig) -
 
 
 softcap = make_op(
-    "softcap", SoftcapConfig, fwd=softcap_fwd, dgrad=softcap_dgrad, recomputable="elementwise", recompute=softcap_recompute
+    "softcap",
+    SoftcapConfig,
+    fwd=softcap_fwd,
+    dgrad=softcap_dgrad,
+    recomputable="elementwise",
+    recompute=softcap_recompute,
+    mixes="",
 )
 softcap_init, softcap_bwd, softcap_wgrad = no_params(softcap, softcap_dgrad)

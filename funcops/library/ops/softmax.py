@@ -58,5 +58,5 @@ def softmax_dgrad(residuals: SoftmaxResiduals, dy: Tensor, cfg: SoftmaxConfig) -
     return kernels.softmax_bwd(dy, y), None
 
 
-softmax = make_op("softmax", SoftmaxConfig, fwd=softmax_fwd, dgrad=softmax_dgrad)
+softmax = make_op("softmax", SoftmaxConfig, fwd=softmax_fwd, dgrad=softmax_dgrad, mixes="")
 softmax_init, softmax_bwd, softmax_wgrad = no_params(softmax, softmax_dgrad)
