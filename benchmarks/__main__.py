@@ -17,6 +17,7 @@ BENCHES = {
     "figures": "every measured comparison that is committed, with its best and its worst case",
     "graph": "a training step of a small model on this GPU: eager, graphed, and torch.compile",
     "kernels": "every kernel on this GPU, against torch and Liger-Kernel",
+    "invariant": "the same bits whatever else is in the batch, against the same decoder without it",
     "launch": "host time of a Triton launch, the driver stubbed",
     "memory": "peak live bytes of four blocks, forward and backward",
     "overhead": "host time of forward and backward on small tensors",

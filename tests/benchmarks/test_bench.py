@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import decode as decoding
-from benchmarks import graph, memory, moe_step, residuals, schedule, step
+from benchmarks import graph, invariant, memory, moe_step, residuals, schedule, step
 from benchmarks.measure import BenchError, NoDevice
 from funcops import RopeConfig, chain, random
 from funcops.models import DecoderConfig, decoder, generate
@@ -148,3 +148,18 @@ def test_captured_decoding_gives_the_tokens_of_generate():
     want = torch.stack(list(generate(params, cfg, ids, 6)), 1)
     run = decoding.captured_decoding(params, cfg, ids, small)
     assert torch.equal(run(), want) and torch.equal(run(), want)
+
+
+def test_the_committed_cost_of_the_same_bits_is_within_its_bounds():
+    rows = json.loads((COMMITTED.parent / "cpu-invariant.json").read_text())["rows"]
+    ratios = {(row["case"], row["provider"]): row["value"] for row in rows if row["metric"] == "ratio to free"}
+    trained = {case: [ratio for (of, _), ratio in ratios.items() if of == case] for case, _ in ratios if case.startswith("forward")}
+    assert len(trained) == 4 and all(len(each) == 2 for each in trained.values())
+    assert all(max(each) <= (1.25 if case.endswith("float32") else 1.7) for case, each in trained.items())
+    assert sum(case.startswith("a token") for case, _ in ratios) == 8
+
+
+@pytest.mark.slow
+def test_the_bench_of_the_same_bits_runs():
+    rows = list(invariant.run(rounds=1, batches=((1, 64),)))
+    assert {row.metric for row in rows} == {"median", "ratio to free"} and all(row.value > 0 for row in rows)
