@@ -14,7 +14,13 @@ from funcops.engine.contract.op import Op
 from funcops.testing import LAWS
 from funcops.testing.checks import float_like
 
-DRAWN = ("traceable", "guarded", "mirror", "loud")  # structures, marks and errors hardly know the dtype: each case has them in one
+DRAWN = (
+    "traceable",
+    "guarded",
+    "mirror",
+    "loud",
+    "invariant",
+)  # structures, marks and errors hardly know the dtype: each case has them in one
 ELSEWHERE = ("compiles", *DRAWN, "finite_differences")
 
 

@@ -41,6 +41,7 @@ from funcops.testing.checks import equal_bits as _same
 from funcops.testing.checks import float_like as float_like
 from funcops.testing.frugal import law_frugal
 from funcops.testing.guarded import law_guarded
+from funcops.testing.invariant import law_invariant
 from funcops.testing.loud import law_loud
 from funcops.testing.tolerances import assert_close
 
@@ -433,6 +434,7 @@ LAWS: dict[str, Callable[[Case, torch.dtype], None]] = {
         law_edges,
         law_loud,
         law_guarded,
+        law_invariant,
         law_compiles,
     )
 }

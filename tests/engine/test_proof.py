@@ -45,7 +45,7 @@ def test_the_engine_runs_alone(tmp_path):
     shutil.copytree(ROOT / "tests" / "engine" / "alone", tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
     code = "import pytest\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-p', 'no:logging', sys.argv[1]]))"
     said = alone(tmp_path, COPIED["engine"], code, str(tmp_path / "alone"))
-    assert "84 passed" in said, said
+    assert "94 passed" in said, said
 
 
 def test_the_engine_alone_names_the_codecs_that_it_has(tmp_path):

@@ -66,6 +66,14 @@ def test_capture(tmp_path):
     assert kinds == {"clips": "host sync", "picks": "dynamic shape", "draws": "generator"}
 
 
+def test_same_bits(tmp_path):
+    said = run("11_same_bits.py", "--steps", 2, "--prompts", 3, "--plot", tmp_path / "plot.png")
+    rows = {line.split()[0]: line.split()[1:3] for line in said.splitlines()[1:3]}
+    assert float(rows["free"][0].rstrip("%")) > 50 and float(rows["free"][1]) > 1e-3
+    assert rows["invariant"] == ["0.00%", "0"]
+    check_picture(tmp_path / "plot.png")
+
+
 def test_fp8_error_map(tmp_path):
     (tmp_path / "text.txt").write_text(SMALL_TEXT)
     flags = "--steps 2 --layers 1 --dim 16 --context 8 --rows 2".split()
