@@ -11,6 +11,8 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from funcops.engine.compose.joints import joint_of
 from funcops.engine.compose.step import Step
 from funcops.engine.contract.by_config import ByConfig
@@ -192,11 +194,18 @@ def _may_leave_out(leaf: LeafPart | None, name: str) -> bool:
     field = leaf.op.fields(leaf.cfg).get(name)
     if field is None or not field.of_x or name in leaf.call.fields:
         return False
+    if part_of(leaf.call, field.alias)[1] is not None and not _always_there(leaf.op.residuals_of(leaf.cfg), name):
+        return False  # no config says how many parts a step's tuple has
     writer = _writer(leaf, field.alias)
     if type(writer) is not Call:
         return False
     joint = joint_of([Step("y", writer.op, writer.cfg), Step("x", leaf.op, leaf.cfg)], "x")
     return isinstance(joint, str) and joint.endswith("cannot recompute it")  # not what keeps the two of a joint apart
+
+
+def _always_there(kept: Any, name: str) -> bool:
+    """Whether a class of residuals declares a field that no x lacks."""
+    return next(f.type for f in dataclasses.fields(kept) if f.name == name) in ("Tensor", Tensor)
 
 
 def _writer(leaf: LeafPart, alias: Any) -> Any:

@@ -28,6 +28,7 @@ from funcops.distributed import comm
 from funcops.library.kernels import linear as kernels
 from funcops.lora import with_lora
 from funcops.low_precision import Fp8Block, Fp8Current, with_recipe
+from funcops.memory.parts import kept_fields, kept_paths
 from funcops.models import DecoderConfig, LatentConfig, decoder, decoder_x, roles
 from funcops.models.decoder import block
 from funcops.models.decoder_config import groups
@@ -135,6 +136,18 @@ def test_what_cannot_run_again_is_named():
         with_policy(op, Policy({"attn.out.x": Recompute()})).fwd(params, x, cfg)
     with pytest.raises(ValueError, match="without effect"):
         with_policy(op, Policy({"attn.mix.[qkv]": Recompute(), "attn.mix.?": Save()})).fwd(params, x, cfg)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rule_for_a_part_that_is_not_there_is_refused(name):
+    op, cfg, params, x = made(name)
+    _, kept = with_policy(op, Policy(outputs="none")).fwd(params, x, cfg)
+    there = {path for path, value in kept_fields(kept) if value is not None}
+    absent = [one.path for one in kept_paths(op, cfg) if one.field and one.field.of_x and not one.waits and one.path not in there]
+    assert {"attn.mix.more", "mlp.act.linear"} <= set(absent)
+    for path in absent:
+        with pytest.raises(ValueError, match="without effect"):
+            with_policy(op, Policy({path: Recompute()})).init(cfg, device="meta")
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["all rows", "rows"])
