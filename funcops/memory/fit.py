@@ -360,6 +360,22 @@ class PartRun:
     forward: int = 0
     backward: int = 0
 
+    def asked_of(self, leaf: LeafPart) -> Needs:
+        """The gradients that are asked of the program that runs it, or of itself without one."""
+        return self.asked[leaf.root.path if leaf.root else leaf.path]
+
+    def kept_under(self, leaf: LeafPart) -> list[tuple[str, Tensor]]:
+        """The fields that it keeps under a policy: its own, and the parts of x that a second forward reads alone."""
+        own, fields = {name for name, _ in self.kept}, leaf.op.fields(leaf.cfg)
+        more = [(name, int((field.alias or "")[2:] or 0)) for name, field in fields.items() if field.of_x and name not in own]
+        return [*self.kept, *[(name, self.x[at]) for name, at in more if at < len(self.x)]]
+
+    def is_source(self, held: Held) -> bool:
+        """Whether its forward runs again for what another part leaves out."""
+        leaf = held.get(self.path)
+        call = leaf and leaf.called(self.asked_of(leaf))
+        return call is not None and call.source
+
 
 class Run:
     """The parts of one forward and backward, in the order of the forward."""
@@ -474,7 +490,7 @@ class Followed(NamedTuple):
             times = math.prod([layer.stands_for(own) for layer, own in zip(part.layers, counts, strict=True)])
             own, again = rerun[bool(part.layers) and not part.layers[0].first(counts[0])]
             base += times * (part.forward + part.backward)
-            more += times * part.forward * any([f"{part.path}.".startswith(path) for path in again])
+            more += times * part.forward * (any([f"{part.path}.".startswith(path) for path in again]) or part.is_source(own))
             for key, size, packed, action in _forms(part, own[part.path]) if part.path in own else ():
                 if key not in seen:
                     total += times * packed
@@ -511,9 +527,9 @@ def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None, needs: Needs = 
 def _forms(part: PartRun, leaf: LeafPart | None) -> Iterator[tuple[Any, int, int, Action | None]]:
     """For each tensor that a part holds: what tells it from others, the bytes of its storage, the bytes of the form that is kept,
     and the action that gave it that form, or None. A tensor that several fields hold is packed once."""
-    dropped = leaf.dropped(part.asked[leaf.root.path if leaf.root else leaf.path]) if leaf else ()
+    dropped = leaf.dropped(part.asked_of(leaf)) if leaf else ()
     actions = actions_of(leaf.op) if leaf else {}
-    for name, t in [(name, t) for name, t in part.kept if name not in dropped] if leaf else [("", t) for t in part.x]:
+    for name, t in [(name, t) for name, t in part.kept_under(leaf) if name not in dropped] if leaf else [("", t) for t in part.x]:
         action = actions.get(name)
         form = to_form(t, action) if isinstance(action, Compress | Offload) else t
         for storage, size in storages(t).items():

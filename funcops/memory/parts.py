@@ -39,10 +39,14 @@ class LeafPart(NamedTuple):
     def dropped(self, needs: Needs = Needs.ALL) -> tuple[str, ...]:
         """The fields that are not kept if these gradients are asked of its root, or of itself without one: another call recomputes
         them, or only a recomputation of y that never runs reads them."""
-        call = self.root and _program(self.root, needs)[1][self.path]
+        call = self.called(needs)
         recomputed, kept = (call.fields, call.kept) if call else ((), needs)
         fields = self.op.fields(self.cfg).items()
         return tuple([name for name, field in fields if name in recomputed or not field.wanted(kept)])
+
+    def called(self, needs: Needs) -> Call | None:
+        """The call that runs it if these gradients are asked of its root."""
+        return self.root and _program(self.root, needs)[1][self.path]
 
 
 @functools.lru_cache(maxsize=256)
