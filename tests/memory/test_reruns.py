@@ -6,6 +6,8 @@ import random as pyrandom
 import pytest
 import torch
 from policy_cases import WAYS, by_backward, drawn_needs, report_before
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from funcops import (
     POLICIES,
@@ -24,11 +26,15 @@ from funcops import (
     report,
     with_policy,
 )
+from funcops.adapters.graphs import graphed_op
 from funcops.distributed import comm
+from funcops.engine.trees import fake, tree_map_tensors
 from funcops.library.kernels import linear as kernels
 from funcops.lora import with_lora
 from funcops.low_precision import Fp8Block, Fp8Current, with_recipe
+from funcops.memory.fit import ON_CPU, _follow, _held
 from funcops.memory.parts import kept_fields, kept_paths
+from funcops.memory.policy import resolved
 from funcops.models import DecoderConfig, LatentConfig, decoder, decoder_x, roles
 from funcops.models.decoder import block
 from funcops.models.decoder_config import groups
@@ -117,6 +123,36 @@ def test_drawn_reruns_give_the_bits_of_a_save(seeds):
         same_bits(by_backward(under, kept, dy, cfg, how), want, said)
 
 
+def traced(op, cfg, params, x, needs):
+    """The bytes that an op keeps, and the flops of its products."""
+    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False, custom_mapping=ON_CPU) as counter:
+        params, x = tree_map_tensors(fake, (params, x))
+        y, kept = op.fwd(params, x, cfg, needs=needs)
+        held = report(kept, params, x).kept_bytes
+        op.bwd(kept, torch.empty_like(y), cfg)
+    return held, counter.get_total_flops()
+
+
+@pytest.mark.turns("seed")
+@pytest.mark.parametrize("seed", range(80))
+def test_a_budget_counts_products_that_run_again(seed):
+    rng = pyrandom.Random(seed)
+    layers = rng.choice([None, 3])
+    op, cfg, params, x = made(rng.choice(list(MODELS)), None, rng.random() < 0.4, layers)
+    needs, rule = drawn_needs(rng, params), f"{'*.' * bool(layers)}attn.mix.{rng.choice(['[qkv]', 'q', '[kv]', 'k', 'v'])}"
+    policy, rest = Policy({rule: Recompute()}, outputs=rng.choice(["recomputable", "norms", "none"])), Policy(outputs="none")
+    try:
+        under = with_policy(op, policy)
+        under.init(cfg, device="meta")
+    except ValueError as error:
+        assert "Save()" in str(error) or "the same without it" in str(error), error  # one product makes q, k and v
+        return
+    _, base = traced(with_policy(op, rest), cfg, params, x, needs)
+    kept, flops = traced(under, cfg, params, x, needs)
+    cost = _follow(op, cfg, x, None, needs).under(_held(*resolved(op, cfg, policy)))
+    assert cost[:2] == (kept, flops / base - 1.0), (rule, needs)
+
+
 def test_no_pattern_that_means_more_runs_products_again(monkeypatch):
     op, cfg, params, x = made("latents")
     optional = Policy({"*.x": Recompute(), "*.mix.[qkv]": Recompute()}, optional=True)
@@ -150,27 +186,96 @@ def test_a_rule_for_a_part_that_is_not_there_is_refused(name):
             with_policy(op, Policy({path: Recompute()})).init(cfg, device="meta")
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["all rows", "rows"])
-def test_columns_over_ranks_run_again_if_nothing_is_sent(sequence, monkeypatch):
-    sizes = DecoderConfig(**SIZES, **MODELS["latents"])
-    cfg, x = decoder(sizes), decoder_x(sizes, IDS, torch.float32)
-    params = chain.init(cfg, key=random.key(0))
-    sent, gather = [], comm.gather
-    monkeypatch.setattr(comm, "gather", lambda t, axis: sent.extend([axis] * (axis.size > 1)) or gather(t, axis))
+def over_ranks(name, axis, own_of, check, recipe=None, layers=1):
+    """Run `check(op, params, x, cfg)` on two ranks, the op under the rule for q, k and v."""
+    sizes = DecoderConfig(**SIZES | {"layers": layers}, **MODELS[name])
+    plain, x = decoder(sizes), decoder_x(sizes, IDS, torch.float32)
+    plain = plain if recipe is None else with_recipe(plain, recipe)
 
     def run(mesh):
-        own = dist.parallel(cfg, roles(sizes), mesh, sequence_parallel=sequence)
-        mine, under = dist.shard(params, dist.specs_of(chain, own), mesh), with_policy(chain, LATENTS)
-        if sequence:
-            with pytest.raises(ValueError, match=r"attn.split \(parallel_latent_split\) cannot run again"):
-                under.fwd(mine, x, own)
-            return
-        y, kept = chain.fwd(mine, x, own)
-        dy = float_like(y, 0)
-        same_bits(under.bwd(under.fwd(mine, x, own)[1], dy, own), chain.bwd(kept, dy, own), "over ranks")
+        cfg = own_of(plain, sizes, mesh)
+        check(with_policy(chain, LATENTS), chain.init(cfg, key=random.key(0)), x, cfg)
 
-    run_ranks({"tp": 2}, run)
-    assert sequence or not sent
+    run_ranks({axis: 2}, run)
+
+
+def check_bits(op, params, x, cfg):
+    y, kept = with_policy(chain, "save_all").fwd(params, x, cfg)
+    dy = float_like(y, 0)
+    want = with_policy(chain, "save_all").bwd(kept, dy, cfg)
+    for how in WAYS:
+        same_bits(by_backward(op, op.fwd(params, x, cfg)[1], dy, cfg, how), want, how)
+
+
+def columns(sequence):
+    return lambda cfg, sizes, mesh: dist.parallel(cfg, roles(sizes), mesh, sequence_parallel=sequence)
+
+
+@pytest.mark.turns("name")
+@pytest.mark.parametrize("name", MODELS)
+def test_columns_over_ranks_run_again_if_nothing_is_sent(name, monkeypatch):
+    sent, gather = [], comm.gather
+    monkeypatch.setattr(comm, "gather", lambda t, axis: sent.extend([axis] * (axis.size > 1)) or gather(t, axis))
+    over_ranks(name, "tp", columns(False), check_bits)
+    assert not sent
+
+
+@pytest.mark.turns("name", "recipe", "sequence")
+@pytest.mark.parametrize(
+    "recipe,sequence", [(None, True), *[(one, rows) for one in (Fp8Current(), Fp8Block()) for rows in (False, True)]], ids=str
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_columns_that_send_or_round_over_ranks_are_named(name, recipe, sequence):
+    step = r"blocks\.\*\.attn\.\S+ \((column_q?linear|parallel_latent_split)\) cannot run again"
+
+    def check(op, params, x, cfg):
+        with pytest.raises(ValueError, match=rf"without Recompute for the [qkv] of blocks\.\*\.attn\.mix \({step}"):
+            op.fwd(params, x, cfg)
+
+    over_ranks(name, "tp", columns(sequence), check, recipe)
+
+
+@pytest.mark.turns("name")
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_of_shards_run_products_again(name):
+    over_ranks(name, "dp", lambda cfg, sizes, mesh: dist.zero3(cfg, mesh["dp"]), check_bits, layers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_and_a_compiler_run_products_again(name):
+    op, cfg, params, x = made(name, layers=2)
+    ops = with_policy(op, "save_all"), with_policy(op, LATENTS)
+    y, kept = ops[0].fwd(params, x, cfg)
+    dy = float_like(y, 0)
+    want = ops[0].bwd(kept, dy, cfg)
+    graph = graphed_op(ops[1], cfg, params, x, warmup=0)
+    found, handle = graph.fwd(params, x)
+    same_bits((found, graph.bwd(handle, dy)), (y, want), "both halves")
+    dx, handle = graph.dgrad(graph.fwd(params, x)[1], dy)
+    same_bits((graph.wgrad(handle), dx), want, "each half")
+
+    def compiled(op):  # a compiler adds in an order of its own, the same for both
+        def step(params, x, dy):
+            dx, pending = op.dgrad(op.fwd(params, x, cfg)[1], dy, cfg)
+            return op.wgrad(pending, cfg), dx
+
+        torch.compiler.reset()
+        return torch.compile(step, fullgraph=True, backend="eager")(params, x, dy)
+
+    same_bits(*[compiled(one) for one in ops], "compiled")
+
+
+def test_a_layer_that_keeps_its_inputs_has_nothing_to_leave_out():
+    op, cfg, params, x = made("latents", layers=2)
+    for blocks in ("inputs", "offloaded"):
+        with pytest.raises(ValueError, match=f"without effect: each layer keeps its inputs, as blocks='{blocks}' says"):
+            with_policy(op, Policy({"*.attn.mix.[qkv]": Recompute()}, blocks=blocks)).fwd(params, x, cfg)
+    one = Policy({"0": Save(), "0.attn.mix.[qkv]": Recompute()}, blocks="inputs")
+    y, kept = with_policy(op, one).fwd(params, x, cfg)
+    want, every = with_policy(op, "save_all").fwd(params, x, cfg)
+    dy = float_like(y, 0)
+    same_bits(with_policy(op, one).bwd(kept, dy, cfg), with_policy(op, "save_all").bwd(every, dy, cfg), "one layer")
 
 
 def test_residuals_of_steps_that_run_again_are_pickled():
