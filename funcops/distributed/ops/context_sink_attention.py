@@ -95,6 +95,8 @@ def context_sink_attention_dgrad(
 ) -> tuple[tuple[Tensor, ...], SinkAttentionPending | None]:
     """The gradients of x, as `context_attention_dgrad`, and the pending sums for dsinks."""
     where = "context_sink_attention_dgrad"
+    if not residuals.needs.of_gradients.any:
+        return residuals.nothing(), None
     check(where, "dy", dy, residuals.y.shape, residuals.y.dtype, residuals.y)
     dx = context_gradients(where, residuals, dy, cfg) if residuals.needs.x else residuals.nothing()
     return dx, pending_sums(residuals, dy, cfg)

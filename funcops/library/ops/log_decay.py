@@ -96,6 +96,8 @@ def log_decay_fwd(
 def log_decay_dgrad(residuals: LogDecayResiduals, dy: Tensor, cfg: LogDecayConfig) -> tuple[Tensor, LogDecayPending | None]:
     """dx: [*, H], and the pending sums for the params."""
     x, a_log, dt_bias, needs = residuals.x, residuals.a_log, residuals.dt_bias, residuals.needs
+    if not needs.of_gradients.any:
+        return None, None  # type: ignore[return-value]
     check("log_decay_dgrad", "dy", dy, x.shape, wide(x.dtype), x)
     wanted = bool(needs.x), needs.param("a_log"), needs.param("dt_bias")
     dx, of_log, of_bias = kernels.log_decay_bwd(dy, x, a_log, dt_bias, *wanted)

@@ -132,6 +132,8 @@ def sink_attention_dgrad(
 ) -> tuple[tuple[Tensor, ...], SinkAttentionPending | None]:
     """The gradients of x, as `attention_dgrad`, and the pending sums for dsinks."""
     where, y = "sink_attention_dgrad", residuals.y
+    if not residuals.needs.of_gradients.any:
+        return residuals.nothing(), None
     check(where, "dy", dy, y.shape, y.dtype, y)
     dx = input_gradients(where, residuals, dy, cfg) if residuals.needs.x else residuals.nothing()
     return dx, pending_sums(residuals, dy, cfg)
