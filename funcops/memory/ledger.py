@@ -8,7 +8,8 @@ from typing import Any
 from funcops.engine.contract.schema import Donated
 from funcops.engine.errors import LedgerError, size_of
 from funcops.engine.residuals.report import storages
-from funcops.engine.trees import tensors
+from funcops.engine.trees import leaves, tensors
+from funcops.memory.away import Elsewhere
 
 __all__ = ["Ledger"]
 
@@ -18,8 +19,8 @@ class Ledger:
 
     `Ledger(params, x)` does not count the storages of any number of trees that the caller holds. `close()` raises `LedgerError` if
     a tree is left. A context closes its ledger at the end, or discards the trees after an exception. A storage that two trees share
-    counts once. `nbytes` are the bytes waiting now, `sizes` the bytes of each tree, `peak_bytes` the most so far;
-    `funcops.schedule.measure` reports what a `dgrad` will add.
+    counts once, and a tensor in a file or in the memory of another rank does not count. `nbytes` are the bytes waiting now, `sizes`
+    the bytes of each tree, `peak_bytes` the most so far; `funcops.schedule.measure` reports what a `dgrad` will add.
 
     >>> import torch
     >>> from funcops import Ledger, SoftcapConfig, softcap
@@ -47,9 +48,8 @@ class Ledger:
         """Store a tree under a new path. Raises `LedgerError` for a path that was used before."""
         if path in self._waiting or path in self._taken:
             raise LedgerError(f"Ledger: {path} must be kept once, got it again")
-        own = {
-            key: size for key, size in storages(tree._node if type(tree) is Donated else tree).items() if key not in self._besides
-        }
+        here = [one for one in leaves(tree._node if type(tree) is Donated else tree, is_leaf=_elsewhere) if not _elsewhere(one)]
+        own = {key: size for key, size in storages(here).items() if key not in self._besides}
         self._waiting[path] = tree, own
         for key, size in own.items():
             self._users[key] += 1
@@ -110,3 +110,7 @@ class Ledger:
 
     def __repr__(self) -> str:
         return f"Ledger({len(self)} waiting, {size_of(self.nbytes)})"
+
+
+def _elsewhere(node: Any) -> bool:
+    return type(node) is Elsewhere

@@ -23,6 +23,7 @@ from funcops import (
     ChainConfig,
     Compress,
     Disk,
+    Ledger,
     LinearConfig,
     Offload,
     Policy,
@@ -92,6 +93,10 @@ def test_drawn_rules_give_the_bits_and_the_bytes(seed, folder):
     found = report(kept, params, x)
     assert found.places == before and found.kept_bytes == sum(before.values())
     assert written(folder) == before["file"]
+    ledger = Ledger(params, x)
+    ledger.keep("a microbatch", kept)
+    assert ledger.nbytes == before["here"]
+    ledger.discard()
     plain = with_policy(repeat, Policy({}, optional=True))
     same_y, all_kept = plain.fwd(params, x, cfg, needs=needs)
     same_bits(y, same_y, "y")
