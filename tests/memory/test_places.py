@@ -573,3 +573,9 @@ def test_a_report_on_the_meta_device_says_what_a_device_keeps(name, request):
         assert before == {"here": 0, "host": 2 * X.nbytes, "file": 0} and report(kept, params).kept_bytes == 2 * X.nbytes
     else:
         assert before == report(kept, params, x).places and before["host"] > 0
+
+
+def test_what_the_caller_holds_is_copied_too():
+    x = torch.ones(2, 3, device="meta")
+    places = [report(op.fwd(None, x, ONE)[1], x=x).places for op in (softcap, with_policy(softcap, Policy({"x": Offload()})))]
+    assert [one["host"] for one in places] == [0, 24] and all(one["here"] == 0 for one in places)

@@ -63,8 +63,8 @@ class Recompute:
 @dataclasses.dataclass(frozen=True)
 class Offload:
     """Offload the tensor (for a step, every tensor that it keeps) to pinned host memory, and copy it back before the backward that
-    reads it, on a separate stream; for a layer of a repeat, while the layer after it runs its backward. On the CPU it acts as
-    `Save`.
+    reads it, on a separate stream; for a layer of a repeat, while the layer after it runs its backward. What the caller
+    holds, such as x, is copied, too, so that the caller may let it go. On the CPU it acts as `Save`.
 
     >>> import torch
     >>> from funcops import Offload, Policy, SoftcapConfig, softcap, with_policy
