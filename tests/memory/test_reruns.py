@@ -31,7 +31,7 @@ from funcops.distributed import comm
 from funcops.engine.trees import fake, tree_map_tensors
 from funcops.library.kernels import linear as kernels
 from funcops.lora import with_lora
-from funcops.low_precision import Fp8Block, Fp8Current, with_recipe
+from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, quantize_params, recipe_init, with_recipe
 from funcops.memory.fit import ON_CPU, _follow, _held
 from funcops.memory.parts import kept_fields, kept_paths
 from funcops.memory.policy import resolved
@@ -151,6 +151,17 @@ def test_a_budget_counts_products_that_run_again(seed):
     kept, flops = traced(under, cfg, params, x, needs)
     cost = _follow(op, cfg, x, None, needs).under(_held(*resolved(op, cfg, policy)))
     assert cost[:2] == (kept, flops / base - 1.0), (rule, needs)
+
+
+@pytest.mark.parametrize("recipe", [MXFP8(), NVFP4(), Fp8Delayed()], ids=lambda one: type(one).__name__)
+def test_codes_by_scales_and_keys_beside_weights_are_made_again(recipe):
+    sizes = DecoderConfig(**SIZES | {"dim": 64, "hidden": 64}, head_size=32, rope=RopeConfig(32), qkv_bias=True)
+    cfg, extras = with_recipe(block(sizes, groups(sizes)[0].kinds[0]), recipe), decoder_x(sizes, IDS, torch.float32).extras
+    plain = chain.init(cfg, key=random.key(0))
+    state = recipe_init(cfg, plain) if recipe.delayed else None
+    params = quantize_params(plain, cfg, state, dtype=torch.float32, key=random.key(2) if recipe == NVFP4() else None)
+    x = WithExtras(random.normal(random.key(1), (2, 4, 64)), dict(extras))
+    check_bits(with_policy(chain, Policy({"attn.mix.[qkv]": Recompute()})), params, x, cfg)
 
 
 def test_no_pattern_that_means_more_runs_products_again(monkeypatch):
