@@ -140,7 +140,7 @@ def plain_cross_entropy_bwd_owned(
     return (dloss * (labels != ignore_index)).unsqueeze(-1) * (along_lse + along_label + along_mean)
 
 
-@kernel(mutates=("logits",))
+@kernel(mutates=("logits",), rows="pinned")
 def cross_entropy_with_gradient(
     dloss: Tensor, logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float
 ) -> Tensor:
