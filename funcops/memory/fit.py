@@ -366,6 +366,9 @@ class PartRun:
 
     def kept_under(self, leaf: LeafPart) -> list[tuple[str, Tensor]]:
         """The fields that it keeps under a policy: its own, and the parts of x that a second forward reads alone."""
+        call = leaf.called(self.asked_of(leaf))
+        if call is None or not call.source:  # its forward runs once, and kept what it keeps under any policy
+            return self.kept
         own, fields = {name for name, _ in self.kept}, leaf.op.fields(leaf.cfg)
         more = [(name, int((field.alias or "")[2:] or 0)) for name, field in fields.items() if field.of_x and name not in own]
         return [*self.kept, *[(name, self.x[at]) for name, at in more if at < len(self.x)]]
