@@ -22,7 +22,7 @@ LONG = {  # files of tests that compile or start processes: they come first, so 
     "test_smoke.py",
     "test_notebooks.py",
 }
-SECONDS = 1.2, 5.0  # that the cases of a function, and the functions of a file, have in the first tier, by the table of durations
+SECONDS = 1.2, 4.0  # that the cases of a function, and the functions of a file, have in the first tier, by the table of durations
 gc.disable()  # until all tests are collected: the modules and thousands of tests live to the end
 ROOT = Path(__file__).parents[1]
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)

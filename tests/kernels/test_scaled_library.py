@@ -257,6 +257,8 @@ def test_calls_of_small_blocks_pass_torchs_checks(pair, monkeypatch):
         of_p, of_q = ([None if t is None else t.to("meta") for t in one.args] for one in (p, q))
         c = library.product(*of_p[:2], *of_q[:2], (a, b), tiles, torch.bfloat16, kind, (of_p[2], of_q[2]))
         assert c.shape == (rows, 48)
+        if torch.__version__ >= "2.14":  # which checks scales on a device alone: its meta function tells a shape
+            continue
         with monkeypatch.context() as patch, pytest.raises(RuntimeError):
             patch.setattr(layouts, "swizzled", lambda scales: scales.flatten()[1:])
             library.product(*of_p[:2], *of_q[:2], (a, b), tiles, torch.bfloat16, kind, (of_p[2], of_q[2]))
