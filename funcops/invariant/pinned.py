@@ -23,8 +23,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, ClassVar
 
-from funcops.engine.compose.step import OneBody, check_body, note
-from funcops.engine.contract.configs import Width, require_config
+from funcops.engine.compose.step import AroundBody, check_body, note
+from funcops.engine.contract.configs import require_config
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op, config, init_of, make_op
 from funcops.engine.contract.schema import open_node
@@ -40,7 +40,7 @@ __all__ += ["pinned", "pinned_bwd", "pinned_dgrad", "pinned_fwd", "pinned_init",
 
 
 @config
-class PinnedConfig(OneBody):
+class PinnedConfig(AroundBody):
     """The body (an op and its config), and the sizes of blocks: `rows` of a product, and `queries`, 32, 64, 96 or 128, of
     attention. Sizes change the bits: training and decoding must have the same. Raises `ValueError` for other sizes, and for a part
     of the body that mixes rows (`Op.mixes`), by its path."""
@@ -58,20 +58,6 @@ class PinnedConfig(OneBody):
         note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys, takes_also=self.cfg.takes_also)
 
     pins: ClassVar[Pins]
-
-    @property
-    def gives_by_position(self) -> bool:  # type: ignore[override]
-        """See `OpConfig.gives_by_position`: y is the body's."""
-        return self.cfg.gives_by_position  # type: ignore[no-any-return]
-
-    @property
-    def maps_to_itself(self) -> bool:  # type: ignore[override]
-        """See `Composite.maps_to_itself`: y is the body's."""
-        return bool(getattr(self.cfg, "maps_to_itself", False))
-
-    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
-        """See `OpConfig.follow`."""
-        return self.cfg.follow(where, path, width)  # type: ignore[no-any-return]
 
     def abstract(self) -> Any:
         """See `funcops.engine.program.values.abstract_params`."""

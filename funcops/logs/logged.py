@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from funcops.engine.backend import wide
-from funcops.engine.compose.step import OneBody, check_body, note
-from funcops.engine.contract.configs import Width, require_config
+from funcops.engine.compose.step import AroundBody, check_body, note
+from funcops.engine.contract.configs import require_config
 from funcops.engine.contract.needs import Mask, Needs, check_needs
 from funcops.engine.contract.op import Op, config, init_of, make_op
 from funcops.engine.contract.schema import WGRAD, Donated, Pending, Residuals, open_node, saved
@@ -90,7 +90,7 @@ def holder_of(kind: type) -> type | None:
 
 
 @config
-class LoggedConfig(OneBody):
+class LoggedConfig(AroundBody):
     """The body (an op and its config), the names of its `logs`, and the number of `runs` whose values are kept apart, such as the
     microbatches of a step. Raises `ValueError` for names that the op does not have, and for a body whose params cannot have one
     more leaf."""
@@ -132,23 +132,9 @@ class LoggedConfig(OneBody):
     inner: ClassVar[tuple[str, ...]]  # the leaves of the logged steps inside
 
     @property
-    def gives_by_position(self) -> bool:  # type: ignore[override]
-        """See `OpConfig.gives_by_position`: y is the body's."""
-        return self.cfg.gives_by_position  # type: ignore[no-any-return]
-
-    @property
-    def maps_to_itself(self) -> bool:  # type: ignore[override]
-        """See `Composite.maps_to_itself`: y is the body's."""
-        return bool(getattr(self.cfg, "maps_to_itself", False))
-
-    @property
     def shape(self) -> tuple[int, int]:
         """The shape of the leaf."""
         return self.runs, 1 + len(self.order)
-
-    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
-        """See `OpConfig.follow`."""
-        return self.cfg.follow(where, path, width)
 
     def abstract(self) -> Any:
         """See `funcops.engine.program.values.abstract_params`."""

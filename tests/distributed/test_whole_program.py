@@ -19,6 +19,9 @@ KILLED = """
     if saved["step"] == 17 and mesh.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), 9)
 """
+RESUMED = """
+    Path(os.environ["RUN"], f"from step {saved['step']}").touch()
+"""
 
 
 def weight(folder, program, *command):
@@ -38,12 +41,11 @@ def test_the_whole_program_goes_on_after_a_rank_was_killed(tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir(), together.mkdir()
     _, wanted = weight(alone, PROGRAM)
-    saved = "    dist.save(saved, run, {}, mesh)\n"
-    assert saved in PROGRAM
-    said, got = weight(
-        together,
-        PROGRAM.replace(saved, saved + KILLED),
-        *"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1".split(),
-    )
+    saved, loaded = "    dist.save(saved, run, {}, mesh)\n", "    saved = dist.load(run, saved, {}, mesh)\n"
+    assert saved in PROGRAM and loaded in PROGRAM
+    # a start from the beginning would give the same weights
+    killed = PROGRAM.replace(saved, saved + KILLED).replace(loaded, loaded + RESUMED)
+    said, got = weight(together, killed, *"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1".split())
     assert "Signal 9" in said or "SIGKILL" in said or "exitcode: -9" in said, said
+    assert [path.name for path in together.glob("from step *")] == ["from step 17"]
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)

@@ -51,8 +51,8 @@ from funcops.distributed.data import Landing, Reducing, reduce_start
 from funcops.distributed.mesh import Axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
 from funcops.engine.backend import tracing, wide
-from funcops.engine.compose.step import OneBody, check_body, note
-from funcops.engine.contract.configs import Width, require_config
+from funcops.engine.compose.step import AroundBody, check_body, note
+from funcops.engine.contract.configs import require_config
 from funcops.engine.contract.marks import STAND_INS
 from funcops.engine.contract.needs import Needs, check_needs
 from funcops.engine.contract.op import Op, Prefetch, config, init_of, make_op
@@ -87,7 +87,7 @@ __all__ += ["sharded", "sharded_bwd", "sharded_dgrad", "sharded_fwd", "sharded_i
 
 
 @config
-class ShardedConfig(OneBody):
+class ShardedConfig(AroundBody):
     """The body (an op and its config), and the `axis` over which its params are sharded. `also`: further axes over which gradients
     are summed, and whose ranks have the same shards (HSDP). `dtype`: the dtype of the whole params, if not the shards'.
     `grad_dtype`: of gradients, by default the shards'. `ordered`, `bucket_bytes`: see `reduce_start`. `reshard_after_forward`:
@@ -135,18 +135,9 @@ class ShardedConfig(OneBody):
     coded: ClassVar[dict[str, tuple[Format, torch.Size]]]  # of the weights gathered in codes, by path: the format and [O, I]
 
     @property
-    def gives_by_position(self) -> bool:  # type: ignore[override]
-        """See `OpConfig.gives_by_position`: y is the body's."""
-        return self.cfg.gives_by_position  # type: ignore[no-any-return]
-
-    @property
     def fsdp(self) -> Axis | None:  # type: ignore[override]
         """See `funcops.dist.specs_of`."""
         return self.axis if self.stage == 3 else None
-
-    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
-        """See `OpConfig.follow`."""
-        return self.cfg.follow(where, path, width)
 
     def abstract(self) -> Any:
         """See `funcops.engine.program.values.abstract_params`."""

@@ -12,14 +12,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from funcops.engine import random
-from funcops.engine.contract.configs import Composite, Replace, require_config
+from funcops.engine.contract.configs import Composite, Replace, Width, require_config
 from funcops.engine.contract.needs import Mask, Needs, sub_mask
 from funcops.engine.contract.op import Op, config
 from funcops.engine.errors import check, describe, fail, in_step, require, require_type
 from funcops.engine.program.values import abstract_params, add, has_params
 from funcops.engine.trees import WithExtras
 
-__all__ = ["OneBody", "Step", "WithExtras", "check_body", "live_inputs", "note", "split_x"]
+__all__ = ["AroundBody", "OneBody", "Step", "WithExtras", "check_body", "live_inputs", "note", "split_x"]
 
 
 @config
@@ -150,6 +150,24 @@ class OneBody(Composite):
 
     def parts(self) -> list[tuple[Any, Any, Any]]:
         return [(None, self.op, self.cfg)]
+
+
+class AroundBody(OneBody):
+    """The base of a config whose y is its body's."""
+
+    @property
+    def gives_by_position(self) -> bool:  # type: ignore[override]
+        """See `OpConfig.gives_by_position`."""
+        return self.cfg.gives_by_position  # type: ignore[no-any-return]
+
+    @property
+    def maps_to_itself(self) -> bool:  # type: ignore[override]
+        """See `Composite.maps_to_itself`."""
+        return isinstance(self.cfg, Composite) and self.cfg.maps_to_itself
+
+    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
+        """See `OpConfig.follow`."""
+        return self.cfg.follow(where, path, width)  # type: ignore[no-any-return]
 
 
 def note(cfg: Any, **derived: Any) -> None:
