@@ -21,8 +21,8 @@ from funcops.engine.backend import launch
 from funcops.library.kernels import triton as kernels
 
 PROGRAM = """
-import json, torch
-from funcops.engine.backend.launch import launched_kernels, launcher, planned_launches
+import json, os, torch
+from funcops.engine.backend.launch import compiled_launches, launched_kernels, launcher, planned_launches
 from funcops.testing.aot import stubbed
 from benchmarks.launch import cases
 from funcops.library.kernels.triton import random
@@ -55,7 +55,7 @@ with stubbed():
     launch(4, 1, 1, *args, num_warps=8)
     seen["num_warps"] = len(launch.cache) - sum(seen.values())
     for number in (0, 1, 16, 2**31, 2**40, 2**63 - 1):
-        random._fold_in[1,](*2 * [x.long()], x.long(), number, False, num_warps=4, num_stages=3)  # by Triton itself
+        random._fold_in[1,](*2 * [x.long()], x.long(), number, False, enable_fp_fusion=True, num_warps=4, num_stages=3)  # Triton
         random._launch_fold_in(1, 1, 1, *2 * [x.long()], x.long(), number, False)
     seen["numbers"] = [len(random._launch_fold_in.cache), *(len(found) for found, *_ in random._fold_in.device_caches.values())]
     calls = []
@@ -103,6 +103,14 @@ with stubbed(), planned_launches() as planned:
     launch(4, 1, 1, *args)
     seen["caches"] += [len(launch.cache), [one.kernel is kernel for one in planned]]
 seen["caches"].append(len(launch.cache))
+fused = {}
+for default, told in ((True, None), (False, None), (False, "0"), (True, "1")):
+    knobs.language.default_fp_fusion = default  # before 3.10 and since
+    os.environ.pop("TRITON_DEFAULT_FP_FUSION", None) if told is None else os.environ.update(TRITON_DEFAULT_FP_FUSION=told)
+    with stubbed(), compiled_launches() as found:
+        launcher(kernel)(4, 1, 1, *args)
+    fused[f"{default} {told}"] = found[0].compiled.metadata.enable_fp_fusion
+seen["fused"] = fused
 print(json.dumps(seen))
 """
 
@@ -120,6 +128,12 @@ def said_by(program, tmp_path_factory):
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     return said_by(PROGRAM, tmp_path_factory)
+
+
+@pytest.mark.slow
+def test_products_and_sums_are_fused_unless_the_user_says_no(seen):
+    """Whatever Triton's own default is."""
+    assert seen["fused"] == {"True None": True, "False None": True, "False 0": False, "True 1": True}
 
 
 @pytest.mark.slow

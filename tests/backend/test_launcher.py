@@ -108,7 +108,7 @@ def test_a_launch_compiles_again_exactly_for_what_triton_specialises_on(kernel, 
     given = GIVEN | {**ALIKE, **APART}[name]
     options = {option: given.pop(option, default) for option, default in (("num_warps", 4), ("num_stages", 3))}
     run(5, 6, 7, *given.values(), **options)
-    assert kernel.compiled[0] == ((4, 2, 3), (*GIVEN.values(),), {"num_warps": 4, "num_stages": 3})
+    assert kernel.compiled[0] == ((4, 2, 3), (*GIVEN.values(),), {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True})
     if name in ALIKE:
         ((*grid, stream, function, packed, _, _, _, handed),) = kernel.ran
         assert (grid, stream, function, packed, len(kernel.compiled)) == ([5, 6, 7], 0, "function", "packed", 1)
@@ -116,7 +116,8 @@ def test_a_launch_compiles_again_exactly_for_what_triton_specialises_on(kernel, 
     else:
         assert not kernel.ran and len(kernel.compiled) == len(run.cache) == 2
         grid, arguments, told = kernel.compiled[1]
-        assert grid == (5, 6, 7) and told == options and all(a is b for a, b in zip(arguments, given.values(), strict=True))
+        assert grid == (5, 6, 7) and told == {**options, "enable_fp_fusion": True}
+        assert all(a is b for a, b in zip(arguments, given.values(), strict=True))
 
 
 def test_descriptors_differ_by_dtype_and_block(kernel):

@@ -39,7 +39,7 @@ class Kernel(JITFunction):
         self.compiled, self.ran = [], []
 
     def __getitem__(self, grid):
-        def launched(*arguments, num_warps, num_stages):
+        def launched(*arguments, num_warps, num_stages, enable_fp_fusion):
             stages = arguments[1] if self.fn is by_constexpr else num_stages
             self.compiled.append(stages)
             limit = shared.driver.active.utils.get_device_properties(shared.driver.active.get_current_device())["max_shared_mem"]

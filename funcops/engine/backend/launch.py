@@ -30,6 +30,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -135,9 +136,11 @@ class Launched(NamedTuple):
         """Compile this launch on the active driver, with fewer stages if it exceeds the device's shared memory. If nobody asks for
         its results, the driver must be stubbed, because Triton launches what it compiles."""
         *_, num_warps, num_stages = self.key
+        # products and sums are one instruction, as they were measured: Triton 3.9 warns who leaves it open, and 3.10 parts them
+        options = {"enable_fp_fusion": knobs.language.default_fp_fusion or "TRITON_DEFAULT_FP_FUSION" not in os.environ}
+        options |= {"num_warps": num_warps, "num_stages": num_stages}
         try:
-            given = self.arguments.values()
-            return self._replace(compiled=self.kernel[self.grid](*given, num_warps=num_warps, num_stages=num_stages))
+            return self._replace(compiled=self.kernel[self.grid](*self.arguments.values(), **options))
         except OutOfResources as error:
             if error.name != "shared memory":
                 raise
