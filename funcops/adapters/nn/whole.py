@@ -56,6 +56,7 @@ WRAPPERS = {
     "ScriptModule": "a module of Python, not a compiled one",
 }
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 _transforms, _jit_tracing = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
 _requires_grad = operator.attrgetter("requires_grad")
 _thread = threading.local()  # `traces`: whether it traces a model, of which its parts have no graphs of their own
@@ -196,7 +197,7 @@ class Whole:
         return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _grad_enabled() or _compiling() or _elsewhere():
+        if not _grad_enabled() or _compiling() or _elsewhere() or (self.lazy and _in_checkpoint()):
             return self.before(*args, **kwargs)
         try:
             params, x = self.given(args, kwargs)
@@ -312,6 +313,13 @@ def _elsewhere() -> bool:
     """Whether a tracer or a transform runs the call."""
     traced = getattr(_thread, "traces", False) or get_proxy_mode() is not None or _jit_tracing() is not None
     return traced or _transforms() is not None or _forward_ad._current_level >= 0
+
+
+def _in_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint runs the call, or runs it again: then both must save the same tensors, and what is traced
+    between them must change neither. Nothing is lost, as the call keeps its inputs alone."""
+    hooks = _hooks_of_saved_tensors(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def _parts(path: str, one: Any) -> Iterator[tuple[str, Any]]:
