@@ -36,12 +36,14 @@ class Kernel(JITFunction):
 
     def __init__(self, fn):
         super().__init__(fn)
-        self.compiled, self.ran = [], []
+        self.compiled, self.ran, self.most = [], [], 99  # the most stages of which Triton's passes make code
 
     def __getitem__(self, grid):
         def launched(*arguments, num_warps, num_stages, enable_fp_fusion):
             stages = arguments[1] if self.fn is by_constexpr else num_stages
             self.compiled.append(stages)
+            if stages > self.most:
+                raise RuntimeError("PassManager::run failed")
             limit = shared.driver.active.utils.get_device_properties(shared.driver.active.get_current_device())["max_shared_mem"]
             if stages * EACH > limit:
                 raise OutOfResources(stages * EACH, limit, "shared memory")
@@ -109,6 +111,32 @@ def test_a_kernel_that_no_number_of_stages_makes_fit_says_so(kernel, monkeypatch
         with pytest.raises(RuntimeError, match=said):
             launched(run, kernel, 3)
         assert kernel.compiled == [3, 2, 1] and not run.cache
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_a_kernel_whose_pipeline_triton_cannot_make_has_fewer_stages(kernel, most):
+    kernel.most = most
+    with stubbed():
+        run = launch.launcher(kernel)
+        if most:
+            assert launched(run, kernel, 3) == most
+        else:
+            said = f"^kernel {kernel.__name__}: code must be what Triton can compile here: try another version of it, got Triton 3"
+            with pytest.raises(RuntimeError, match=said):
+                launched(run, kernel, 3)
+    assert kernel.compiled == [*range(3, max(most, 1) - 1, -1)] and bool(run.cache) == bool(most)
+
+
+def test_an_error_that_is_not_a_pass_of_tritons_is_raised(kernel, monkeypatch):
+    def refuses(grid):
+        def launched(*arguments, **options):
+            raise RuntimeError("no device")
+
+        return launched
+
+    monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: refuses(grid))
+    with stubbed(), pytest.raises(RuntimeError, match="^no device$"):
+        launched(launch.launcher(kernel), kernel, 3)
 
 
 def test_too_many_registers_are_no_matter_of_stages(kernel, monkeypatch):

@@ -37,6 +37,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Optional
 
 import torch
+import triton
 from triton import OutOfResources, knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -100,6 +101,7 @@ def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
 
 
 MOST = 65_535  # programs along the second or third dimension of a grid on an NVIDIA device
+FAILED = "PassManager::run failed"
 MOST_ENCODED, MOST_KINDS = 4096, 65_536  # descriptors that a compiled kernel keeps, and kinds of integers
 
 
@@ -133,20 +135,29 @@ class Launched(NamedTuple):
         return found
 
     def compile(self) -> Launched:
-        """Compile this launch on the active driver, with fewer stages if it exceeds the device's shared memory. If nobody asks for
-        its results, the driver must be stubbed, because Triton launches what it compiles."""
+        """Compile this launch on the active driver, with fewer stages if it exceeds the device's shared memory, or if a pass of
+        Triton fails on its pipeline, as 3.9's for gfx950. If nobody asks for its results, the driver must be stubbed, because
+        Triton launches what it compiles."""
         *_, num_warps, num_stages = self.key
         # products and sums are one instruction, as they were measured: Triton 3.9 warns who leaves it open, and 3.10 parts them
-        options = {"enable_fp_fusion": knobs.language.default_fp_fusion or "TRITON_DEFAULT_FP_FUSION" not in os.environ}
-        options |= {"num_warps": num_warps, "num_stages": num_stages}
+        options = {
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "enable_fp_fusion": knobs.language.default_fp_fusion or "TRITON_DEFAULT_FP_FUSION" not in os.environ,
+        }
         try:
             return self._replace(compiled=self.kernel[self.grid](*self.arguments.values(), **options))
         except OutOfResources as error:
             if error.name != "shared memory":
                 raise
-            if self.stages <= 1:
-                where, wanted = f"kernel {self.kernel.__name__.lstrip('_')}", f"at most the device's {error.limit:,} bytes"
-                fail(where, "shared memory", f"{wanted}: pass smaller blocks", f"{error.required:,} bytes", RuntimeError)
+            limit = f"at most the device's {error.limit:,} bytes: pass smaller blocks"
+            told = "shared memory", limit, f"{error.required:,} bytes"
+        except RuntimeError as error:
+            if FAILED not in str(error):
+                raise
+            told = "code", "what Triton can compile here: try another version of it", f"Triton {triton.__version__}: {FAILED}"
+        if self.stages <= 1:
+            fail(f"kernel {self.kernel.__name__.lstrip('_')}", *told, RuntimeError)
         return self.with_fewer_stages().compile()
 
 
