@@ -87,7 +87,7 @@ def made(way, around, order):
 
 
 def gradients(model, xs):
-    """Those of several forwards before their backwards."""
+    """All gradients, of several forwards before their backwards."""
     xs = [x.clone().requires_grad_() for x in xs]
     for y in [model(x) for x in xs]:
         y.square().sum().backward()

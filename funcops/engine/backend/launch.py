@@ -139,7 +139,7 @@ class Launched(NamedTuple):
         Triton fails on its pipeline, as 3.9's for gfx950. If nobody asks for its results, the driver must be stubbed, because
         Triton launches what it compiles."""
         *_, num_warps, num_stages = self.key
-        # products and sums are one instruction, as they were measured: Triton 3.9 warns who leaves it open, and 3.10 parts them
+        # a product and its sum are one instruction: Triton 3.9 warns where a launch leaves it open, and 3.10 parts the two
         options = {
             "num_warps": num_warps,
             "num_stages": num_stages,
