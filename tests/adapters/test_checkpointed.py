@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from funcops import nn as fnn
 
@@ -52,18 +52,12 @@ def to_the_end(block, x):
         return checkpoint(block, x, use_reentrant=False)
 
 
-def products_kept(block, x):
-    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
-    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-
-
 WAYS = {
     "plain": called,
     "not reentrant": functools.partial(checkpoint, use_reentrant=False),
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
     "nested": twice,
     "to the end": to_the_end,
-    "selective": products_kept,
     "wrapped": called,  # by a module of torch's around each block
 }
 AROUND = {

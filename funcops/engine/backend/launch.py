@@ -30,7 +30,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -143,7 +142,7 @@ class Launched(NamedTuple):
         options = {
             "num_warps": num_warps,
             "num_stages": num_stages,
-            "enable_fp_fusion": knobs.language.default_fp_fusion or "TRITON_DEFAULT_FP_FUSION" not in os.environ,
+            "enable_fp_fusion": knobs.language.default_fp_fusion or knobs.getenv("TRITON_DEFAULT_FP_FUSION") is None,
         }
         try:
             return self._replace(compiled=self.kernel[self.grid](*self.arguments.values(), **options))
