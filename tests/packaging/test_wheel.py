@@ -107,5 +107,5 @@ def test_it_imports_with_torch_alone(built, tmp_path):
     said = release.run(sys.executable, "-I", "-S", *warnings, "-c", PROGRAM, tmp_path / "target", only, cwd=tmp_path)
     version, file, *without = said.splitlines()
     assert file == str(tmp_path / "target/funcops/__init__.py") and wheel.name.startswith(f"funcops-{version}-")
-    rooms = ("funcops.library.kernels.triton.", "funcops.engine.backend.", "benchmarks.")
+    rooms = ("funcops.library.kernels.triton.", "funcops.engine.backend.", "funcops.testing.aot", "funcops.testing.fingerprint")
     assert len(without) > 10 and all(name.startswith(rooms) for name in without)
