@@ -19,6 +19,8 @@ from funcops.engine.errors import short
 from funcops.testing.aot import name_of, stubbed
 from funcops.testing.fingerprint import source_of
 
+OPTIONS = "num_warps", "num_stages"  # of a launch; the interpreter gets no others
+
 
 class RequestedLaunch(NamedTuple):
     """A requested launch; `run` launches the kernel as Triton would have."""
@@ -37,7 +39,8 @@ class RequestedLaunch(NamedTuple):
     def specialised(self) -> str:
         """The launch as text that does not depend on addresses."""
         values = {name: short(v.dtype) if isinstance(v, Tensor) else repr(v) for name, v in self.arguments.items()}
-        return f"{self.grid} {values} {sorted(self.options.items())}"
+        options = sorted((name, value) for name, value in self.options.items() if name in OPTIONS)
+        return f"{self.grid} {values} {options}"
 
 
 class Nothing:

@@ -55,7 +55,8 @@ with stubbed():
     launch(4, 1, 1, *args, num_warps=8)
     seen["num_warps"] = len(launch.cache) - sum(seen.values())
     for number in (0, 1, 16, 2**31, 2**40, 2**63 - 1):
-        random._fold_in[1,](*2 * [x.long()], x.long(), number, False, num_warps=4, num_stages=3, enable_fp_fusion=True)  # Triton
+        options = dict(num_warps=4, num_stages=3, enable_fp_fusion=True)  # Triton's own key has them in our order
+        random._fold_in[1,](*2 * [x.long()], x.long(), number, False, **options)
         random._launch_fold_in(1, 1, 1, *2 * [x.long()], x.long(), number, False)
     seen["numbers"] = [len(random._launch_fold_in.cache), *(len(found) for found, *_ in random._fold_in.device_caches.values())]
     calls = []

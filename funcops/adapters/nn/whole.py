@@ -317,7 +317,8 @@ def _elsewhere() -> bool:
 
 def _in_checkpoint() -> bool:
     """Whether torch.utils.checkpoint runs the call, or runs it again: then both must save the same tensors, and what is traced
-    between them must change neither. Nothing is lost, as the call keeps its inputs alone."""
+    between them must change neither. A checkpoint keeps the call's inputs alone, so a graph could save nothing but the
+    second run's memory."""
     hooks = _hooks_of_saved_tensors(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 

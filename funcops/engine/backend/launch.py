@@ -14,7 +14,7 @@ the compiled kernel. If launch hooks are set (a profiler's), and in the interpre
 
 The stages of a launch, `num_stages` or a constexpr STAGES, are the most that it may have: it has fewer where the device's shared
 memory (`engine.backend.shared`) does not hold as many. What a kernel declares to need is asked before it is compiled; a kernel
-that declares nothing is compiled again with fewer stages until it fits.
+that declares nothing is compiled again with fewer stages until it fits, as is one on whose pipeline a pass of Triton fails.
 
 On an NVIDIA device a hit hands over addresses instead of tensors, past the launcher object, because Triton would ask the driver
 about every tensor again, and keeps the descriptors that it encoded. A launch with a tensor in the host's memory has a key of its
@@ -100,7 +100,7 @@ def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
 
 
 MOST = 65_535  # programs along the second or third dimension of a grid on an NVIDIA device
-FAILED = "PassManager::run failed"
+FAILED = "PassManager::run failed"  # all that Triton's error says of which pass of its compiler failed
 MOST_ENCODED, MOST_KINDS = 4096, 65_536  # descriptors that a compiled kernel keeps, and kinds of integers
 
 
