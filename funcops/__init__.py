@@ -220,17 +220,13 @@ _LATER = {  # names of extensions, and where they are
     "with_policy": "memory.policy",
     "without_params": "memory.saveable",
 }
-_PUBLIC = [*_LATER]
-_PUBLIC += [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
-# for `import *`: a name for each concept, and its config; linear_fwd and LinearResiduals are imported by name, as is a class whose
-# objects a function returns
-_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending", "Scaling")
-_RESULTS = ("Fitted", "Profile", "Recording")
-__all__ = [name for name in _PUBLIC if name == "delayed_wgrad" or not name.endswith((*_OF_AN_OPERATOR, *_RESULTS))]
+# for `import *`, completion and the reference, which have the same names; a room is among them, although other modules are not
+__all__ = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _ModuleType)]
+__all__ = sorted([*__all__, *_LATER, *_ROOMS])
 
 
 def __dir__() -> list[str]:
-    return sorted([*_PUBLIC, *_ROOMS, "__version__"])
+    return [*__all__, "__version__"]
 
 
 if not _TYPE_CHECKING:  # a checker would take every name for one of the module's
