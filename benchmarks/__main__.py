@@ -13,6 +13,7 @@ from benchmarks.measure import BenchError, NoDevice, machine, print_table, write
 BENCHES = {
     "aot": "every Triton kernel compiled ahead of time, without a GPU",
     "cards": "which card runs what: the table of all builds, and the choices of the code",
+    "compiled": "what torch.compile gets of a training step: nodes, loops and lines, against torch.nn's",
     "decode": "tokens one at a time, against Hugging Face's generate with its static cache",
     "figures": "every measured comparison that is committed, with its best and its worst case",
     "graph": "a training step of a small model on this GPU: eager, graphed, and torch.compile",

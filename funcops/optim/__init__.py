@@ -3,10 +3,10 @@
     params, state = adamw_update(params, grads, state, cfg)                  # pure: the arguments stay as they are
     params, state = adamw_update(params, grads, state, cfg, in_place=True)   # the same bits, written into the arguments
 
-The updates run the fused ops of `torch.optim.AdamW(fused=True)` and `torch.optim.SGD(fused=True)`, with equal bits. While tracing
-(torch.compile, make_fx) they run the same formulas in `torch._foreach_*` ops, which a compiler can fuse; so does SGD of 16-bit
-params on the CPU, which torch's fused op leaves as they are if they have 16 elements or more. 16-bit params are updated in
-float32, and rounded once.
+The updates run the fused ops of `torch.optim.AdamW(fused=True)` and `torch.optim.SGD(fused=True)`, with equal bits. A compiler gets
+an update of AdamW, the norm and the clipping as one operator each, for which it writes no code, and SGD's as the same formulas in
+`torch._foreach_*` ops; so runs SGD of 16-bit params on the CPU, which torch's fused op leaves as they are if they have 16 elements
+or more. 16-bit params are updated in float32, and rounded once.
 
 Muon updates the matrices of a model, and AdamW the rest:
 

@@ -198,11 +198,12 @@ def in_wide_dtype(step: Callable[..., None], *rows: Sequence[Tensor]) -> None:
 
 def walkable(rows: list[Row]) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
     """The rows with a contiguous copy of each tensor that is not contiguous, because the fused ops ignore strides; and the pairs
-    (tensor, copy) to be written back. Gradients stay unchanged, and so do all rows while tracing, whose operators read strides."""
-    if tracing() or all([all(map(Tensor.is_contiguous, row)) for i, row in enumerate(rows) if i != 1]):
+    (tensor, copy) to be written back. Gradients stay unchanged."""
+    if all([t.is_contiguous() for i, row in enumerate(rows) for t in row if i != 1]):
         return rows, []
     dense = [row if i == 1 else [t.contiguous() for t in row] for i, row in enumerate(rows)]
-    return dense, [(t, c) for row, copies in zip(rows, dense, strict=True) for t, c in zip(row, copies, strict=True) if t is not c]
+    pairs = [pair for row, copies in zip(rows, dense, strict=True) for pair in zip(row, copies, strict=True)]
+    return dense, [(t, copy) for t, copy in pairs if not t.is_contiguous() and t is not copy]
 
 
 def not_negative(where: str, **given: Any) -> None:

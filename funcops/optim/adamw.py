@@ -18,8 +18,6 @@ from funcops.optim._rows import (
     as_tensor,
     check_factor,
     check_rate,
-    exact_rate,
-    in_wide_dtype,
     not_negative,
     on_device,
     open_into,
@@ -130,36 +128,24 @@ def adamw_update(
     step = state.step
     check(where, "state.step", step, (len(has_grad),), torch.float32)
     with torch.no_grad():
+        before = [step.clone().select(0, i) for i in range(len(has_grad))] if tracing() else []  # in place, `step` changes
         step = step if in_place else step.clone()
         times = _elements(state, step) if in_place else step.unbind()
         if all(has_grad):
             step.add_(1)
         elif rows[0]:
-            times = [t for t, has in zip(times, has_grad, strict=True) if has]
+            kept = [i for i, has in enumerate(has_grad) if has]
+            times, before = [times[i] for i in kept], [before[i] for i in kept if before]
             torch._foreach_add_(times, 1)
-        run, (b1, b2) = _foreach_ if tracing() else kernels.adamw, cfg.betas
+        run = kernels.adamw if not tracing() else _written_ if in_place else _replace_
         dense, copies = walkable([*rows, written])
         own: Any = dense.pop() or [None] * len(kinds)
         like: Any = [(*kind, w.dtype) for kind, w in zip(kinds, own, strict=True)] if written else kinds
-        for (device, *_), (p, g, m, v, w, t, decays) in kernels.grouped([*dense, own, times, decayed], like):
+        for (device, *_), (p, g, m, v, w, t, decays) in kernels.grouped([*dense, own, before or times, decayed], like):
             t = [s.to(device) for s in t] if t[0].device != device else t
             number, rate_tensor = (0.0, on_device(rate, device)) if isinstance(rate, Tensor) else (rate, None)
-            run(
-                p,
-                g,
-                m,
-                v,
-                t,
-                w if written else [],
-                decays,
-                number,
-                rate_tensor,
-                as_tensor(factor, device),
-                b1,
-                b2,
-                cfg.eps,
-                cfg.weight_decay,
-            )
+            options = number, rate_tensor, as_tensor(factor, device), *cfg.betas, cfg.eps, cfg.weight_decay
+            run(p, g, m, v, t, w if written else [], decays, *options)
         for tensor, copy in copies:
             tensor.copy_(copy)
     if in_place:
@@ -179,38 +165,44 @@ def _elements(state: AdamWState, step: Tensor) -> Sequence[Tensor]:
     return views
 
 
-def _foreach_(
-    params: Any,
-    g: Any,
-    m: Any,
-    v: Any,
-    t: Any,
-    into: Any,
-    decayed: Any,
-    number: float,
-    rate_tensor: Any,
-    factor: Any,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
-) -> None:
-    """Compute what the kernel does, in operators that a tracer can follow."""
-    lr = number if rate_tensor is None else exact_rate(rate_tensor, params[0].device)
-    t = [s.double() for s in t]  # b^t is close to 1 at first: 1 - b^t needs more digits than float32 has
+# A compiler would write a loop for each tensor, and compile it, for what is one call already: it gets the kernel as one operator.
+# Its step counts are those before the update, as a compiler would compute each new one apart.
+_REST = "bool[] decayed, float lr, Tensor? lr_tensor, Tensor? factor, float beta1, float beta2, float eps, float weight_decay"
 
-    def step(params: Any, g: Any, m: Any, v: Any) -> None:
-        for decays, (p,) in kernels.grouped([params], decayed):
-            if decays and decay:
-                torch._foreach_mul_(p, 1 - lr * decay)
-        torch._foreach_lerp_(m, g, 1 - b1)
-        torch._foreach_mul_(v, b2)
-        torch._foreach_addcmul_(v, g, g, 1 - b2)
-        root = [(1 - b2**s).sqrt().to(x.dtype) for s, x in zip(t, params, strict=True)]
-        rate = [(lr / (1 - b1**s)).to(x.dtype) for s, x in zip(t, params, strict=True)]
-        scaled = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(v), root), eps)
-        torch._foreach_sub_(params, torch._foreach_mul(torch._foreach_div(m, scaled), rate))
 
-    in_wide_dtype(step, params, kernels.like_params(g, params[0].dtype, factor), m, v)
-    if into:
-        torch._foreach_copy_(into, params)
+def _next_(params: Any, grads: Any, exp_avg: Any, exp_avg_sq: Any, before: Any, *given: Any) -> None:
+    kernels.adamw(params, grads, exp_avg, exp_avg_sq, torch._foreach_add(before, 1), *given)
+
+
+_written_ = torch.library.custom_op(
+    "funcops::adamw_",
+    _next_,
+    mutates_args=("params", "exp_avg", "exp_avg_sq", "work"),
+    schema="(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, Tensor[] before, "
+    f"Tensor(d!)[] work, {_REST}) -> ()",
+)
+_written_.register_fake(lambda *_: None)
+
+
+def _new(params: Any, grads: Any, exp_avg: Any, exp_avg_sq: Any, before: Any, *given: Any) -> list[Tensor]:
+    p, m, v = [[t.clone() for t in row] for row in (params, exp_avg, exp_avg_sq)]
+    _next_(p, grads, m, v, before, [], *given)
+    return [*p, *m, *v]
+
+
+_made = torch.library.custom_op(
+    "funcops::adamw_new",
+    _new,
+    mutates_args=(),
+    schema=f"(Tensor[] params, Tensor[] grads, Tensor[] exp_avg, Tensor[] exp_avg_sq, Tensor[] before, {_REST}) -> Tensor[]",
+)
+_made.register_fake(lambda p, g, m, v, *_: [torch.empty_like(t) for row in (p, m, v) for t in row])
+
+
+def _replace_(p: Any, g: Any, m: Any, v: Any, before: Any, work: Any, *given: Any) -> None:
+    """The operator that returns new tensors, for copies that a pure update made: of one that writes into them a compiler would also
+    write the copies."""
+    for t, new in zip([*p, *m, *v], _made(p, g, m, v, before, *given), strict=True):
+        t.copy_(new)
+    if work:
+        torch._foreach_copy_(work, p)

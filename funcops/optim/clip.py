@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from funcops.engine.backend import tracing
 from funcops.engine.errors import FLOATS, check, describe, fail, require_flag
 from funcops.engine.trees import paths, with_leaves
 from funcops.library.kernels.adamw import times
@@ -78,14 +79,15 @@ def clip_by_global_norm(
     norm = _norm(given) if norm is None else norm
     clipped = list(given)
     with torch.no_grad():
-        factor = clip_factor(norm, max_norm)
         for device in {g.device for g in given}:
             at = [i for i, g in enumerate(given) if g.device == device]
-            if in_place:
-                torch._foreach_mul_([given[i] for i in at], factor.to(device))
+            own = [given[i] for i in at]
+            if in_place and not tracing():
+                torch._foreach_mul_(own, clip_factor(norm, max_norm).to(device))
                 continue
-            for i, g in zip(at, times([given[i] for i in at], factor.to(device)), strict=True):
-                clipped[i] = g
+            bounds = (0.0, max_norm) if isinstance(max_norm, Tensor) else (max_norm, None)
+            for i, g in zip(at, (_clipped if tracing() else _clipped_by)(own, norm, *bounds), strict=True):
+                clipped[i] = given[i].copy_(g) if in_place else g
     new = iter(clipped)
     return (grads if in_place else with_leaves(grads, [None if g is None else next(new) for g in every])), norm
 
@@ -93,12 +95,31 @@ def clip_by_global_norm(
 def _norm(given: list[Tensor]) -> Tensor:
     if not given:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    dtype = torch.float64 if any([t.dtype is torch.float64 for t in given]) else torch.float32
-    device = given[0].device
     with torch.no_grad():
-        norms = torch._foreach_norm(given, 2, dtype=dtype)
-        together = norms if all([t.device == device for t in given]) else [n.to(device) for n in norms]
-        return torch.linalg.vector_norm(torch.stack(together))
+        return _norm_operator(given) if tracing() else _norm_of(given)
+
+
+def _norm_of(given: list[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(given, 2, dtype=_norm_dtype(given))
+    device = given[0].device
+    together = norms if all([t.device == device for t in given]) else [n.to(device) for n in norms]
+    return torch.linalg.vector_norm(torch.stack(together))
+
+
+def _norm_dtype(given: list[Tensor]) -> torch.dtype:
+    return torch.float64 if any([t.dtype is torch.float64 for t in given]) else torch.float32
+
+
+def _clipped_by(given: list[Tensor], norm: Tensor, bound: float, varying: Tensor | None) -> list[Tensor]:
+    return times(given, clip_factor(norm, bound if varying is None else varying).to(given[0].device))
+
+
+# A compiler would write a loop for each tensor, and compile it, for what is one call already: it gets two operators.
+_norm_operator = torch.library.custom_op("funcops::global_norm", _norm_of, mutates_args=(), schema="(Tensor[] given) -> Tensor")
+_norm_operator.register_fake(lambda given: given[0].new_empty((), dtype=_norm_dtype(given)))
+_CLIPPED = "(Tensor[] given, Tensor norm, float bound, Tensor? varying) -> Tensor[]"
+_clipped = torch.library.custom_op("funcops::clipped", _clipped_by, mutates_args=(), schema=_CLIPPED)
+_clipped.register_fake(lambda given, *_: [torch.empty_like(t) for t in given])
 
 
 def _float_tensors(where: str, tree: Any, every: list[Any]) -> list[Tensor]:

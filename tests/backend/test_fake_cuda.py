@@ -111,7 +111,7 @@ def test_results_stay_on_the_device(case, dtype, indexing):
 @pytest.mark.parametrize("factor", [0.5, None])
 def test_a_factor_of_gradients_that_is_a_number_does_not_wait(factor, indexing, monkeypatch):
     seen = []
-    monkeypatch.setattr(optimiser, "_foreach_", lambda *args: seen.append(args))
+    monkeypatch.setattr(optimiser, "_written_", lambda *args: seen.append(args))
     with FakeTensorMode(), NoWaiting():
         params = {"w": torch.empty(3, device="cuda")}
         state = AdamWState(torch.empty(1, device="cuda"), *[{"w": torch.empty(3, device="cuda")} for _ in range(2)])

@@ -124,6 +124,25 @@ def test_strides_do_not_matter(init, update, cfg):
     close(update(turned_params, grads, init(turned_params, cfg), cfg, in_place=True), expected)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiler_gets_three_operators_for_any_number_of_params(in_place):
+    """The norm, the clipping and the update: of each tensor only copies, and views of its count."""
+
+    def step(params, grads, state):
+        grads, norm = clip_by_global_norm(grads, 1.0)
+        return adamw_update(params, grads, state, AdamWConfig(), in_place=in_place)
+
+    for n in (1, 7):
+        params = [torch.ones(2, 3) for _ in range(n)]
+        traced = make_fx(step)(params, params, adamw_init(params, AdamWConfig()))
+        names = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+        ours = [name for name in names if name.startswith("funcops")]
+        update = "funcops.adamw_.default" if in_place else "funcops.adamw_new.default"
+        assert ours == ["funcops.global_norm.default", "funcops.clipped.default", update]
+        views = {"<built-in function getitem>", "aten.select.int", "aten.unbind.int", "aten.clone.default", "aten.copy_.default"}
+        assert set(names) - set(ours) <= {*views, "aten.add_.Tensor"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimiser", "in_place"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcops.engine.backend import kernel, wide
+from funcops.engine.backend import kernel, tracing, wide
 
 
 @kernel(rows="pinned")
@@ -184,4 +184,8 @@ def _gradient_(
     index, at_label = labels - first, rows * (smoothing - 1.0)
     elsewhere = ignored if d.shape[-1] == vocab else ignored | (index < 0) | (index >= d.shape[-1])
     at_label, index = at_label.masked_fill(elsewhere, 0.0), index.masked_fill(elsewhere, 0)
-    d.scatter_add_(-1, index.unsqueeze(-1), at_label.unsqueeze(-1))  # term 2
+    index, at_label = index.unsqueeze(-1), at_label.unsqueeze(-1)  # term 2
+    if tracing():  # a compiler cannot join a scatter with the loop of the other terms
+        d.copy_(torch.where(torch.arange(d.shape[-1], device=d.device) == index, d + at_label, d))
+    else:
+        d.scatter_add_(-1, index, at_label)
