@@ -297,10 +297,10 @@ def describe(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return repr(value)
-    # a named tuple says more by its name
+    # a named tuple says more by its name, and an op by its own
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return f"{type(value).__name__} of {len(value)}"
-    return type(value).__name__
+    return f"{type(value).__name__} {value!r}" if hasattr(value, "residuals_of") else type(value).__name__
 
 
 def describe_tree(tree: Any) -> str:

@@ -213,12 +213,12 @@ SEEN = {  # by users, one each
     "CrossEntropyConfig: z_loss must be": lambda: CrossEntropyConfig(z_loss=INF),
     "ChainConfig: steps must be tuple, got list": lambda: ChainConfig(steps=[]),
     "ChainConfig: extras must be tuple, got 's'": lambda: ChainConfig(steps=(Step("a", linear, LinearConfig(1, 1)),), extras="s"),
-    "ChainConfig: steps must be Step, got Op": lambda: ChainConfig(steps=(LAYER, linear)),
+    "ChainConfig: steps must be Step, got Op linear": lambda: ChainConfig(steps=(LAYER, linear)),
     "ChainConfig: extras must be different names, got ('s', 's')": lambda: ChainConfig(steps=(LAYER,), extras=("s", "s")),
     "ChainConfig: recompute must be a bool, or names of steps (a), got ['b']": lambda: ChainConfig(
         steps=(LAYER,), recompute=("b",)
     ),
-    "ParallelConfig: branches must be Step, got Op": lambda: ParallelConfig(branches=(LAYER, linear)),
+    "ParallelConfig: branches must be Step, got Op linear": lambda: ParallelConfig(branches=(LAYER, linear)),
     "ParallelConfig: branches must be uniquely named, got ['a', 'a']": lambda: ParallelConfig(branches=(LAYER, LAYER)),
     "Step 'c': takes must be () or ('r',), got ('q', 'r')": lambda: Step("c", chain, ADDS, takes=("q", "r")),
     "walk: path must be str, got 3": lambda: walk(CHAIN, path=3),

@@ -14,6 +14,7 @@ from funcops import (
     Step,
     activation,
     chain,
+    explain,
     linear,
     random,
     register_fusion,
@@ -89,3 +90,31 @@ def test_a_rule_that_recomputes_may_leave_the_calls_to_themselves():
     finally:
         unregister_fusion(rule)
     assert declined and all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(want), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("saves", "says"),
+    [
+        (Saving(1, 1), "it saves 1 pass and 1 launch, and 'wins' saves 3 passes and 2 launches"),
+        (Saving(3, 2), "it saves 3 passes and 2 launches, and 'wins' saves 3 passes and 2 launches too: of equals most calls win"),
+    ],
+    ids=["cheaper", "equal"],
+)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("first", ["head", "cap"])
+def test_a_rule_that_lost_is_named_with_the_one_that_won(first, phase, saves, says):
+    """To a rule for the same calls, and to one that begins a call before its own."""
+    longer = lambda window: 3 if first == "head" and window.calls[0].op is linear and len(window.calls) > 2 else both(window)  # noqa: E731
+    rules = [
+        Rule("loses", phase, both, lambda *given: NotImplemented, saves),
+        Rule("wins", phase, longer, lambda *given: NotImplemented, Saving(3, 2)),
+    ]
+    for rule in rules:
+        register_fusion(rule)
+    try:
+        text = str(explain(CFG))
+    finally:
+        for rule in rules:
+            unregister_fusion(rule)
+    assert f"not loses at cap ({phase}): {says}" in text and "not wins" not in text
+    assert text.count("not loses") == 1

@@ -47,7 +47,8 @@ class Line(NamedTuple):
 
 
 class FusionPlan(NamedTuple):
-    """The lines of each half, in the order of the forward; and for each named output, the path of the call that gives it."""
+    """The lines of each half, in the order of the forward; why rules are not in it, as they nearly match, or lost to others that
+    save more; and for each named output, the path of the call that gives it."""
 
     forward: tuple[Line, ...]
     backward: tuple[Line, ...]
@@ -85,7 +86,9 @@ def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: t
 
 def _planned(lowered: Lowered, device_type: str, dtype: torch.dtype) -> FusionPlan:
     found = cover(lowered, device_type, dtype)
-    return FusionPlan(_lines(lowered, found.forward), _lines(lowered, found.backward), found.near_misses, _outputs(lowered))
+    of = {value: path_of(call) for call in lowered.calls for value in call.gives}
+    outputs = tuple((name, of[value]) for name, value in lowered.outputs.items())
+    return FusionPlan(_lines(lowered, found.forward), _lines(lowered, found.backward), found.near_misses, outputs)
 
 
 def _check_options(where: str, needs: Any, device_type: Any, dtype: Any) -> None:
@@ -99,11 +102,6 @@ def lowered_of(where: str, cfg: Any, needs: Needs) -> Lowered:
     if not isinstance(cfg, Composite) or cfg.lowered_by is None:
         fail(where, "cfg", "the config of a chain, a skip or a parallel", describe(cfg), TypeError)
     return lower(cfg.lowered_by, cfg, needs)
-
-
-def _outputs(lowered: Lowered) -> tuple[tuple[str, str], ...]:
-    of = {value: call for call in lowered.calls for value in call.gives}
-    return tuple((name, path_of(of[value])) for name, value in lowered.outputs.items())
 
 
 def _lines(lowered: Lowered, pieces: dict[int, Piece]) -> tuple[Line, ...]:

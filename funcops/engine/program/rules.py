@@ -8,14 +8,14 @@ speed and rounding. Most rules are for devices where Triton kernels run; on the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from funcops.engine.contract.checking import when_switched
 from funcops.engine.contract.needs import Needs
-from funcops.engine.errors import describe, fail, one_of, require_callable, require_flag, require_type
+from funcops.engine.errors import describe, fail, few, one_of, require, require_callable, require_flag, require_type
 from funcops.engine.program.lower import Call, Lowered
 
 __all__ = ["BACKWARD", "FEW", "FORWARD", "SIBLINGS_BACKWARD", "SIBLINGS_FORWARD", "Rule", "Saving", "Window"]
@@ -91,17 +91,19 @@ class Rule:
 
     def __post_init__(self) -> None:
         require_type("Rule", "name", self.name, str)
-        require_callable("Rule", match=self.match, run=self.run)
+        optional = {name: f for name in ("wgrads", "shared", "settle") if (f := getattr(self, name)) is not None}
+        require_callable("Rule", match=self.match, run=self.run, **optional)
         if not isinstance(self.saves, Saving) and not callable(self.saves):
             fail("Rule", "saves", "a Saving, or a function that gives one", describe(self.saves), TypeError)
-        for name in ("wgrads", "shared", "settle"):
-            if getattr(self, name) is not None:
-                require_callable("Rule", **{name: getattr(self, name)})
         require_flag("Rule", on_cpu=self.on_cpu, whole=self.whole, recompute=self.recompute)
-        if self.settle is not None and not self.whole:
-            fail("Rule", "whole", "True with settle, as only a full backward waits after the weight gradients", self.whole)
-        if self.phase not in PHASES:
-            fail("Rule", "phase", one_of(PHASES, self.phase), repr(self.phase))
+        require(
+            self.settle is None or self.whole,
+            "Rule",
+            "whole",
+            "True with settle, as only a full backward waits after the weight gradients",
+            self.whole,
+        )
+        require(self.phase in PHASES, "Rule", "phase", one_of(PHASES, self.phase), repr(self.phase))
 
     @property
     def joint(self) -> bool:
@@ -183,8 +185,13 @@ def register_fusion(rule: Rule) -> Rule:
     >>> unregister_fusion(rule)
     """
     require_type("register_fusion", "rule", rule, Rule)
-    if any(known.name == rule.name and known.phase == rule.phase for known in _rules):
-        fail("register_fusion", "rule", "of a new name", f"{rule.name!r}, which is registered")
+    require(
+        (rule.name, rule.phase) not in [(one.name, one.phase) for one in _rules],
+        "register_fusion",
+        "rule",
+        "of a new name",
+        f"{rule.name!r}, which is registered",
+    )
     _rules.append(rule)
     changes.extend((rule, rule))  # an odd number of entries is for `funcops.checking`
     return rule
@@ -205,8 +212,7 @@ def unregister_fusion(rule: Rule) -> None:
     a: scale
     """
     require_type("unregister_fusion", "rule", rule, Rule)
-    if rule not in _rules:
-        fail("unregister_fusion", "rule", "one that is registered", repr(rule.name))
+    require(rule in _rules, "unregister_fusion", "rule", "one that is registered", repr(rule.name))
     _rules.remove(rule)
     changes.extend((rule, rule))  # an odd number of entries is for `funcops.checking`
 
@@ -254,18 +260,19 @@ def _cheapest(
 ) -> tuple[tuple[Piece, ...], tuple[NearMiss, ...]]:
     """The pieces of a half, and its near misses."""
     own, of_siblings = ([one for one in rules if one.phase == name] for name in (phase, f"siblings {phase}"))
-    cuts = {row: _cut(row, own, dtype) for row in _rows(lowered)}
+    offers: list[Piece] = []
+    cuts = {row: _cut(row, own, dtype, offers) for row in _rows(lowered)}
     by_first = {row[0].index: row for row in cuts}
     found = Cut()
     for heads in lowered.siblings:
         rows = [by_first[call.index] for call in heads if call.index in by_first]
         if len(rows) < len(heads) or any(row not in cuts for row in rows):  # siblings of siblings may run as one already
             continue
-        piece, misses = _piece_of(Window(heads, dtype, tuple(rows)), of_siblings)
+        piece, misses = _piece_of(Window(heads, dtype, tuple(rows)), of_siblings, offers)
         joint = Cut(misses=misses) if piece is None else _cut_of(piece, misses)
         if piece is not None:
             left = [row[sum(call in piece.calls for call in row) :] for row in rows]
-            with_it = {row: _cut(row, own, dtype) for row in left if row}
+            with_it = {row: _cut(row, own, dtype, offers) for row in left if row}
             apart = [cuts[row] for row in rows]
             # siblings that run as one may break up a piece inside a branch, so both ways are priced as a whole
             if joint.then(*with_it.values()).cost <= apart[0].then(*apart[1:]).cost:
@@ -274,7 +281,18 @@ def _cheapest(
                 joint = Cut()
         found = found.then(joint)
     found = found.then(*cuts.values())
-    return found.pieces, found.misses
+    return found.pieces, (*found.misses, *dict.fromkeys(_lost(offers, found.pieces)))
+
+
+def _lost(offers: list[Piece], pieces: tuple[Piece, ...]) -> Iterator[NearMiss]:
+    """The pieces that the cheapest cover leaves out, whose calls run by other rules."""
+    for piece in offers:
+        others = [one for one in pieces if {call.index for call in one.calls} & {call.index for call in piece.calls}]
+        if others and piece.rule not in [one.rule for one in others]:
+            saved = Saving(*map(sum, zip(*[one.saves for one in others], strict=True)))
+            why = f"it saves {piece.saves}, and {few(repr(one.rule.name) for one in others)} saves {saved}"
+            why += " too: of equals most calls win, then the latest rule" * (saved == piece.saves)
+            yield NearMiss(piece.rule.name, piece.rule.phase, piece.calls[0].path, why)
 
 
 def _rows(lowered: Lowered) -> list[tuple[Call, ...]]:
@@ -294,7 +312,7 @@ def _rows(lowered: Lowered) -> list[tuple[Call, ...]]:
     return [tuple(row) for row in found]
 
 
-def _cut(row: tuple[Call, ...], rules: list[Rule], dtype: torch.dtype) -> Cut:
+def _cut(row: tuple[Call, ...], rules: list[Rule], dtype: torch.dtype, offers: list[Piece]) -> Cut:
     """The cheapest cut of a row, found from its end to its beginning."""
     best = [Cut()] * (len(row) + 1)
     for i in range(len(row))[::-1]:
@@ -303,7 +321,7 @@ def _cut(row: tuple[Call, ...], rules: list[Rule], dtype: torch.dtype) -> Cut:
         for size in range(min(LONGEST, len(row) - i), 0, -1):
             # there is nothing to fuse in one call; such a rule gives its recomputed y as well
             able = rules if size > 1 else [one for one in rules if one.recompute]
-            piece, reasons = _piece_of(Window(row[i : i + size], dtype), able)
+            piece, reasons = _piece_of(Window(row[i : i + size], dtype), able, offers)
             # of the longest window only, as a shorter one would give the same reason again
             misses = misses or (reasons if size == min(LONGEST, len(row) - i) else ())
             if piece is not None:
@@ -317,16 +335,24 @@ def _check_answer(rule: Rule, window: Window, answer: Any) -> None:
     """Raise `TypeError` for an answer of `match` that no cover can be made of."""
     if answer is None or isinstance(answer, str):
         return
-    counts = answer if isinstance(answer, tuple) else (answer,)
-    rows = window.branches if isinstance(answer, tuple) else (window.calls,)
-    ints = len(counts) == len(rows) and all(type(n) is int for n in counts)
-    if not ints or not any(counts) or not all(0 <= n <= len(row) for n, row in zip(counts, rows, strict=True)):
-        wanted = f"how many of the {len(window.calls)} calls it covers (for siblings, of each branch), a reason, or None"
-        fail(f"rule {rule.name!r}", "the result of match", wanted, repr(answer), TypeError)
+    counts, rows = (answer, window.branches) if isinstance(answer, tuple) else ((answer,), (window.calls,))
+    if (
+        not (len(counts) == len(rows) and all(type(n) is int for n in counts))
+        or not any(counts)
+        or not all(0 <= n <= len(row) for n, row in zip(counts, rows, strict=True))
+    ):
+        fail(
+            f"rule {rule.name!r}",
+            "the result of match",
+            f"how many of the {len(window.calls)} calls it covers (for siblings, of each branch), a reason, or None",
+            repr(answer),
+            TypeError,
+        )
 
 
-def _piece_of(window: Window, rules: list[Rule]) -> tuple[Piece | None, tuple[NearMiss, ...]]:
-    """The piece of all calls of a window, or of the branches' beginnings, that saves most; and the near misses."""
+def _piece_of(window: Window, rules: list[Rule], offers: list[Piece]) -> tuple[Piece | None, tuple[NearMiss, ...]]:
+    """The piece of all calls of a window, or of the branches' beginnings, that saves most; and the near misses. All pieces are
+    added to `offers`."""
     found: list[Piece] = []
     misses: list[NearMiss] = []
     for rule in rules:
@@ -339,4 +365,5 @@ def _piece_of(window: Window, rules: list[Rule]) -> tuple[Piece | None, tuple[Ne
             found.append(Piece.of(rule, Window(calls, window.dtype), True))
         elif answer == len(window.calls):
             found.append(Piece.of(rule, window))
+    offers += found
     return (min(found, key=lambda piece: _cut_of(piece).cost) if found else None), tuple(misses)
