@@ -187,6 +187,30 @@ def test_gradients_of_two_replays_add_up(device):
         torch.testing.assert_close(got, one)
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_into_stands_where_an_op_takes_it(captured):
+    """Of a capture with accumulators they are the only ones; what cannot be added to raises before the slot is freed."""
+    cfg, x, dy = LinearConfig(4, 3), torch.randn(2, 4), torch.randn(2, 3)
+    params = linear.init(cfg, key=random.key(0))
+    sums = tree_map_tensors(torch.ones_like, params)
+    graph = graphed_op(linear, cfg, params, x, into=sums if captured else None)
+    want = linear.bwd(linear.fwd(params, x, cfg)[1], dy, cfg)[0]
+    for wrong in (tree_map_tensors(lambda t: torch.ones(5), params), {"w": torch.ones(3, 4)}):
+        _, residuals = graph.fwd(params, x)
+        with pytest.raises((ValueError, TypeError), match=r"^graphed linear_bwd: into"):
+            graph.bwd(residuals, dy, into=wrong)
+        _, pending = graph.dgrad(residuals, dy)
+        with pytest.raises((ValueError, TypeError), match=r"^graphed linear_wgrad: into"):
+            graph.wgrad(pending, into=wrong)
+        graph.release(pending)
+    _, residuals = graph.fwd(params, x)
+    assert graph.bwd(residuals, dy, into=sums)[0] is sums
+    _, residuals = graph.fwd(params, x)
+    assert graph.wgrad(graph.dgrad(residuals, dy)[1], into=sums) is sums
+    for total, gradient in zip(tensors(sums), tensors(want), strict=True):
+        torch.testing.assert_close(total, 1 + 2 * gradient)
+
+
 def test_params_are_trained_in_place_between_replays():
     graph, params, x, dy = small(1)
     for _ in range(3):

@@ -18,6 +18,7 @@ from funcops.adapters.graphs.hooks import Hooks
 from funcops.adapters.graphs.slot import FREE, PENDING, RESIDUALS, Slot
 from funcops.adapters.graphs.statics import Inputs, clones, refuse_copy, restored
 from funcops.engine.compose.step import check_body
+from funcops.engine.contract.accumulators import accumulate, check_into
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
 from funcops.engine.contract.walk import walk
@@ -91,20 +92,37 @@ class GraphedOp:
         _, pending = slot.results["dgrad"]
         return dx, InFlight(self, PENDING, residuals.slot, slot.enter(PENDING), pending)
 
-    def wgrad(self, pending: InFlight) -> Any:
-        """Return dparams, which the caller owns, or `into` with them added. Frees the slot."""
+    def wgrad(self, pending: InFlight, *, into: Any = None) -> Any:
+        """Return dparams, which the caller owns, or `into` with them added. Frees the slot. `into` is that of the capture, to which
+        the graph adds by itself; of a capture without one, any tree like dparams."""
         slot = self._slot("wgrad", pending, PENDING)
+        self._check_into("wgrad", slot.results["wgrad"], into)
         slot.replay("wgrad")
         slot.enter(FREE)
-        return clones(slot.results["wgrad"]) if self._into is None else self._into
+        return self._added("wgrad", slot.results["wgrad"], into)
 
-    def bwd(self, residuals: InFlight, dy: Any) -> tuple[Any, Any]:
+    def bwd(self, residuals: InFlight, dy: Any, *, into: Any = None) -> tuple[Any, Any]:
         """Return `(dparams, dx)`, as `dgrad` and then `wgrad` would. Frees the slot."""
         slot = self._slot("bwd", residuals, RESIDUALS)
+        dparams, _ = slot.results["bwd"]
+        self._check_into("bwd", dparams, into)
         dx = slot.run("bwd", (dy,))
         slot.enter(FREE)
-        dparams, _ = slot.results["bwd"]
-        return clones(dparams) if self._into is None else self._into, dx
+        return self._added("bwd", dparams, into), dx
+
+    def _check_into(self, half: str, dparams: Any, into: Any) -> None:
+        """Before a replay: a graph adds to the tensors of its capture alone."""
+        where = f"graphed {self.op.name}_{half}"
+        if into is not None and self._into is None:
+            check_into(where, into, dparams)
+        elif into is not None and list(map(id, leaves(into))) != list(map(id, leaves(self._into))):
+            wanted = f"the tensors of graphed_op(..., into=), to which the graph adds (leave it out, or capture {self.op.name} again)"
+            fail(where, "into", wanted, "others")
+
+    def _added(self, half: str, dparams: Any, into: Any) -> Any:
+        if self._into is not None:
+            return self._into
+        return clones(dparams) if into is None else accumulate(f"graphed {self.op.name}_{half}", dparams, into)
 
     def release(self, kept: InFlight) -> None:
         """Free a slot whose backward will not run."""
@@ -194,8 +212,8 @@ def graphed_op(
     Params are pinned: an optimiser writes to them in place. x and dy are copied; `inputs` sets other policies for leaves of x, by
     glob over its dotted paths. dy: an example of y's gradient, by default like y, with None for integers; later a None stands for
     zeros. A traced function or module must be in the state and mode of the capture. `into`: accumulators like params, also pinned,
-    to which every weight gradient is added (main_grad); without them, the caller owns dparams, which are never a buffer of the
-    graph.
+    to which every weight gradient is added (main_grad), by the graph; without them, the caller owns dparams, which are never a buffer
+    of the graph, and `wgrad` and `bwd` take an `into` as an op's do.
     `outputs` (for y and dx), `warmup`, `pool` and the rest are as for `graphed`. Each slot has its own memory pool; `pool`, if
     given, is for the first. Borrowed y and dx are valid until the next `fwd` in their slot.
 
