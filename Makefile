@@ -6,7 +6,7 @@ CORE_SECONDS ?=
 SEED ?= $(shell git rev-parse --short HEAD)
 RESULTS ?= docs/benchmarks
 
-.PHONY: help packages train train-parallel test test-rest test-all interpreters newest newest-part gpu aot traffic check mutants mutants-drawn docs release-check clean
+.PHONY: help packages train train-parallel test test-rest test-all interpreters newest newest-part gpu aot traffic check mutants mutants-drawn docs release-build release-check clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
@@ -26,7 +26,9 @@ help:
 	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
 	@echo "make mutants-drawn  draw faults over the package by a seed, and say which of them the first tier notices"
 	@echo "make docs    build the site, of docs/, the docstrings and the notebooks, into site/: strict, any warning fails"
-	@echo "make release-check   build the wheel and the source archive, and try them with each Python that the machine has (ARGS=--here for one)"
+	@echo "make release-build   build the wheel and the source archive into dist/ (ARGS='--address URL --tag vX.Y.Z' for an index)"
+	@echo "make release-check   build both, and try them with four Pythons, with the oldest packages of the metadata and with the newest torch"
+	@echo "             (ARGS=--cuda: also where torch comes for CUDA, 3 GB a time; ARGS=--here: with this Python alone)"
 	@echo "make packages   set up for all of these at once: torch and every package that they install"
 	@echo "make clean   remove the environments; all that these install is in $(VENV), $(NEWEST), $(NEWEST)-part and .interpreters, and each says how much before"
 
@@ -38,6 +40,10 @@ $(VENV)/.made:
 	-$(PY) -m pip install --quiet --disable-pip-version-check --upgrade pip  # Python's own takes twice as long, but serves, too
 	@touch $@
 
+$(VENV)/.build: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) build 'setuptools>=77'
+	@touch $@
+
 $(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing torch, Triton and the examples' packages into $(VENV): 1.8 GB with torch's CPU build, 5.5 GB where pip takes that for CUDA"
 	$(PIP) -e '.[examples]'
@@ -46,10 +52,10 @@ $(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing torch, Triton and the tests' packages into $(VENV): 2.2 GB with torch's CPU build, 5.9 GB where pip takes that for CUDA"
 	$(PIP) -e '.[examples,test]'
-	@touch $(VENV)/.ready $@
+	@touch $(VENV)/.build $(VENV)/.ready $@
 
 $(VENV)/.dev: $(VENV)/.test
-	@echo "installing ruff, mypy and pyright into $(VENV): 0.1 GB"
+	@echo "installing ruff, mypy, pyright, zizmor and check-jsonschema into $(VENV): 0.1 GB"
 	$(PIP) -e '.[dev]'
 	@touch $@
 
@@ -61,7 +67,7 @@ $(VENV)/.docs: $(VENV)/.ready
 packages: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing all that the targets here use into $(VENV): 2.4 GB with torch's CPU build, 6.1 GB where pip takes that for CUDA"
 	$(PIP) -e '.[examples,test,dev,docs]'
-	@touch $(addprefix $(VENV)/,.ready .test .dev .docs)
+	@touch $(addprefix $(VENV)/,.build .ready .test .dev .docs)
 
 train: $(VENV)/.ready
 	$(PY) examples/train_lm.py --dtype auto --optimizer muon $(ARGS)  # of two flags of a name the last one counts
@@ -120,6 +126,10 @@ check: $(VENV)/.dev
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) tests/typed_pages.py
+	$(VENV)/bin/zizmor --quiet --offline .github
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[0-9]*.yml
+	$(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema vendor.citation-file-format CITATION.cff
 
 mutants: $(VENV)/.test
 	$(PY) tests/mutants/run.py $(ARGS)
@@ -127,7 +137,10 @@ mutants: $(VENV)/.test
 mutants-drawn: $(VENV)/.dev
 	$(PY) tests/mutants/drawn.py $(ARGS)
 
-release-check: $(VENV)/.test
+release-build: $(VENV)/.build
+	$(PY) tests/release.py --build dist $(ARGS)
+
+release-check: $(VENV)/.build
 	$(PY) tests/release.py $(ARGS)
 
 docs: $(VENV)/.docs
@@ -135,4 +148,4 @@ docs: $(VENV)/.docs
 	$(PY) tests/built_site.py
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(NEWEST)-part .interpreters site
+	rm -rf $(VENV) $(NEWEST) $(NEWEST)-part .interpreters dist site

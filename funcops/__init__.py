@@ -177,7 +177,7 @@ if _TYPE_CHECKING:  # extensions, which are imported at their first use
     from funcops.memory.saveable import with_params as with_params
     from funcops.memory.saveable import without_params as without_params
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _ROOMS = [
     "checkpoint",

@@ -144,11 +144,11 @@ def clean(version: str, python: str, envs: Path) -> str:
     return str(envs / version / "bin" / "python")
 
 
-def put(version: str, envs: Path, cuda: bool, *wanted: str) -> None:
+def put(version: str, envs: Path, cuda: bool, *wanted: str, constraints: Path | str = "constraints.txt") -> None:
     """Install packages with their dependencies into an environment; raises `NotTried` if torch would come for CUDA."""
     inside = str(envs / version / "bin" / "python")
     pip = (sys.executable, "-m", "pip", "--python", inside, "install", "--disable-pip-version-check", "--progress-bar", "off")
-    _run(*pip, "--no-compile", "-c", "constraints.txt", *wanted, stop=None if cuda else gigabytes)  # most is not imported
+    _run(*pip, "--no-compile", "-c", str(constraints), *wanted, stop=None if cuda else gigabytes)  # most is not imported
 
 
 def gigabytes(line: str) -> str | None:
