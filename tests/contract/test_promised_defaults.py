@@ -1,16 +1,18 @@
 """Defaults are promises: what a config, or a function of the package, takes where nothing is said stands in a table, and which
-fields of a config may be given by position.
+fields of a config may be given by position, and what an op keeps for its backward.
 
 A change of one is a change of a public name, and gets a line in the changelog: `python tests/contract/test_promised_defaults.py`
 writes the table anew.
 """
 
+import dataclasses
 import inspect
 from pathlib import Path
 
 import pytest
 
 import funcops
+from funcops.engine.contract.by_config import classes_of
 from funcops.engine.contract.configs import OpConfig
 
 TABLE = Path(__file__).parents[1] / "helpers" / "promised_defaults.txt"
@@ -32,12 +34,18 @@ ROOMS = (
 
 
 def defaults():
-    """The defaults of every public class and function, by `room.name`; and the fields that a config takes by position."""
+    """The defaults of every public class and function, by `room.name`; the fields that a config takes by position; and the fields
+    of an op's residuals and pending, for each of the classes among which its config chooses."""
     found = {}
     for room in ROOMS:
         module = getattr(funcops, room) if room else funcops
         for name in sorted({*dir(module), *getattr(module, "__all__", ())}):  # also what is imported later
             value = getattr(module, name)
+            if isinstance(value, funcops.Op):
+                first, others = classes_of(value.keeps)
+                of = {"keeps": [first, *others], "pending": [value.pending]}
+                said = {what: [" ".join(leaves(one)) for one in classes if leaves(one)] for what, classes in of.items()}
+                found |= {f"{room}.{name} {what}".lstrip("."): "; ".join(kinds) for what, kinds in said.items() if kinds}
             if name.startswith("_") or not (inspect.isfunction(value) or inspect.isclass(value)):
                 continue
             if not value.__module__.startswith("funcops."):
@@ -53,6 +61,12 @@ def defaults():
             if placed and inspect.isclass(value) and issubclass(value, OpConfig):
                 found[f"{room}.{name} by position".lstrip(".")] = ", ".join(placed)
     return found
+
+
+def leaves(kept):
+    """The fields of a class of residuals or pendings, without what each of them has."""
+    fields = dataclasses.fields(kept) if dataclasses.is_dataclass(kept) else ()
+    return [field.name for field in fields if field.name not in ("cfg", "needs", "_marks")]
 
 
 def shown(value):
