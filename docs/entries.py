@@ -183,7 +183,8 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def cell(text: str) -> str:
-    return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.split()))
+    """The text on one line; a bar outside of code is escaped, as it would end the cell."""
+    return re.sub(r"`[^`]*`|(?<!\\)\|", lambda found: found[0] if len(found[0]) > 1 else r"\|", " ".join(text.split()))
 
 
 def _code(value: Any) -> str:

@@ -6,6 +6,7 @@ The start page is the README with its results first, so that the two cannot diff
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import posixpath
@@ -142,7 +143,10 @@ def linked(markdown: str, at: str) -> str:
         return f"[{code[0]}]({posixpath.relpath(path, posixpath.dirname(at) or '.')}#{name})" if path else code[0]
 
     def row(line: re.Match[str]) -> str:
-        return re.sub(r"(?<!\[)`([\w.]+)`(?!\])", link, line[0])
+        plain = re.sub(
+            r"`[^`\n]+`", lambda code: code[0].replace("\\|", "|"), line[0]
+        )  # GitHub needs the backslash, and MkDocs shows it
+        return re.sub(r"(?<!\[)`([\w.]+)`(?!\])", link, plain)
 
     outside = re.split(r"(^```.*?^```)", markdown, flags=re.S | re.M)  # odd parts are blocks of code
     return "".join(part if i % 2 else re.sub(r"^\|.*\|$", row, part, flags=re.M) for i, part in enumerate(outside))
@@ -152,15 +156,26 @@ def placed(text: str, source: str, target: str) -> str:
     """The text of a page at `source` in the repository, with its relative links rewritten for `target` in the site. A file of
     source has no places there, as it is plain text: a link to one of its lines leads to the file."""
 
+    told = told_at()
+
     def moved(link: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
-        inside = MOVED.get(path) or (path[5:] if path.startswith("docs/") else path)
+        inside = MOVED.get(path) or (not link[2] and told.get(path)) or (path[5:] if path.startswith("docs/") else path)
         place = "" if inside.endswith(".py") else link[2] or ""
         return f"]({posixpath.relpath(inside, posixpath.dirname(target) or '.')}{place})"
 
     kept: list[str] = []
     hidden = CODE.sub(lambda code: kept.append(code[0]) or f"\0{len(kept) - 1}\0", text)
     return re.sub(r"\0(\d+)\0", lambda at: kept[int(at[1])], LINK.sub(moved, hidden))
+
+
+@functools.cache
+def told_at() -> dict[str, str]:
+    """The pages of the reference that a module's docstring opens, by the module's file. A link to the file, which a checkout has,
+    leads to the page, which only the site has; a link to a line of it leads to the source."""
+    homes = {page.home: page.path for page in reference.pages() if page.home and not page.ops} | {"funcops": "reference/index.md"}
+    files = {home: importlib.import_module(home).__file__ or "" for home in homes}
+    return {posixpath.relpath(Path(files[home]).as_posix(), ROOT.as_posix()): path for home, path in homes.items()}
 
 
 class Plain(griffe.Extension):

@@ -3,7 +3,8 @@
     python tests/built_site.py [FOLDER]       a line for each fault; exit status 1 where there is one
 
 Every public name is on its page, and each example of its docstring; every link and picture leads to a file of the site, and to a
-place in it where it names one; nothing is fetched from elsewhere. The site's search lists the right page first for each query of
+place in it where it names one; nothing is fetched from elsewhere. No signature is wider than a page, no table shows the backslash
+of an escaped bar, and pages take the width of a screen. The site's search lists the right page first for each query of
 `FIRST`; where Node.js is missing, this is not tried, and said.
 """
 
@@ -14,6 +15,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href"}
 NOT_FETCHED = {"canonical", "prev", "next", "edit"}  # relations of <link> that a browser loads nothing for
 SILENT = {"script", "style", "template"}
+WIDEST = 90  # characters of a line of a signature, beside the navigation and the table of contents
+GRID = re.compile(r"\.md-grid\s*\{[^}]*?max-width:\s*([\d.]+)(\w+|%)")
 FIRST = {  # the page that the site's search is to list first
     "LinearConfig": "reference/layers/linear.html",
     "linear_fwd": "reference/layers/linear.html",
@@ -55,7 +59,8 @@ class Wanted(NamedTuple):
 
 
 class Page(HTMLParser):
-    """The ids and links of a page, the files that it fetches, and the words that it shows without a script."""
+    """The ids and links of a page, the files that it fetches, the words that it shows without a script, the code of its tables and
+    its signatures."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -64,6 +69,9 @@ class Page(HTMLParser):
         self.fetched: list[str] = []
         self.words: list[str] = []
         self.inside: list[str] = []
+        self.path: list[str] = []  # the open elements among those that are read apart
+        self.codes: list[str] = []
+        self.signatures: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -75,14 +83,26 @@ class Page(HTMLParser):
             self.fetched.append(given[FETCHED[tag]])
         if tag in SILENT:
             self.inside.append(tag)
+        if "doc-signature" in given.get("class", "").split():
+            self.path.append("signature")
+            self.signatures.append("")
+        elif tag in ("td", "code") and "signature" not in self.path:
+            self.path.append(tag)
+            self.codes += [""] if self.path[-2:] == ["td", "code"] else []
 
     def handle_endtag(self, tag: str) -> None:
         if self.inside and self.inside[-1] == tag:
             self.inside.pop()
+        if self.path and self.path[-1] == {"pre": "signature"}.get(tag, tag):
+            self.path.pop()
 
     def handle_data(self, data: str) -> None:
         if not self.inside:
             self.words.append(data)
+        if self.path[-1:] == ["signature"]:
+            self.signatures[-1] += data
+        elif self.path[-2:] == ["td", "code"]:
+            self.codes[-1] += data
 
 
 def faults(site: Path, wanted: dict[str, Wanted]) -> list[str]:
@@ -95,9 +115,16 @@ def faults(site: Path, wanted: dict[str, Wanted]) -> list[str]:
         found += [f"{at}: expected {text!r} to be read there, got it nowhere" for text in own.texts if text not in words]
         if not words.strip():
             found.append(f"{at}: expected words without a script, got none")
+        found += [f"{at}: expected a bar in a table, got `{code}`" for code in page.codes if "\\|" in code]
+        cut = [line for one in page.signatures if "(" in one for line in one.splitlines() if len(line) > WIDEST]
+        found += [f"{at}: expected a signature of at most {WIDEST} characters a line, got {line!r}" for line in cut]
         found += [f"{at}: expected all of it in the site, got {url}" for url in page.fetched if urlsplit(url).netloc]
         if at != "404.html":  # which is shown in the place of any page, and so names others from the root of a server
             found += [fault for url in page.links + page.fetched if (fault := dead(site, at, url, pages))]
+    style = site / "extra.css"
+    width = GRID.search(style.read_text(encoding="utf-8")) if style.is_file() else None
+    if style.is_file() and not (width and width[2] == "%" and float(width[1]) >= 90):
+        found.append(f"extra.css: expected .md-grid to take at least 90 % of a screen, got {width and width[1] + width[2]}")
     return found if pages else [f"{site}: expected pages, got none"]
 
 

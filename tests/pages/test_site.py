@@ -263,6 +263,37 @@ def test_a_link_of_the_site_that_leads_nowhere_is_seen(link, tmp_path):
     assert built_site.faults(tmp_path, wanted) == ([FAULTY[link]] if link in FAULTY else [])
 
 
+SIGNATURE = '<div class="doc-signature highlight"><pre><code>{}</code></pre></div>'
+TABLE = "<table><tr><td><code>{}</code></td></tr></table>"
+
+
+@pytest.mark.parametrize(
+    ("page", "style", "fault"),
+    [
+        (SIGNATURE.format("f(x,<span>\n    y)</span>"), ".md-grid { max-width: 95% }", None),
+        (SIGNATURE.format("f(" + "x" * 90), "", "index.html: expected a signature of at most 90 characters a line, got 'f(xx"),
+        (TABLE.format("Tensor | None"), ".a { b: c }\n.md-grid {\n  color: red;\n  max-width: 96%;\n}", None),
+        (TABLE.format("Tensor \\| None"), "", "index.html: expected a bar in a table, got `Tensor \\| None`"),
+        ("words", ".md-grid { max-width: 80rem }", "extra.css: expected .md-grid to take at least 90 % of a screen, got 80rem"),
+        ("words", ".md-grid { color: red }", "extra.css: expected .md-grid to take at least 90 % of a screen, got None"),
+    ],
+)
+def test_what_a_page_cuts_off_or_wastes_is_seen(page, style, fault, tmp_path):
+    (tmp_path / "index.html").write_text(page)
+    (tmp_path / "extra.css").write_text(style or ".md-grid { max-width: 96% }")
+    found = built_site.faults(tmp_path, {})
+    assert [one[: len(fault)] for one in found] == [fault] if fault else not found
+
+
+def test_a_link_of_a_page_leads_to_a_file_of_the_checkout():
+    """A page that only the site has is not there: a link to a module leads to its page of the reference (docs/hooks.py)."""
+    link = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+    pages = [ROOT / name for name in moved() if name.endswith(".md")] + list((ROOT / "docs").rglob("*.md"))
+    texts = {page: re.sub(r"^```.*?^```|`[^`\n]+`", "", page.read_text(), flags=re.S | re.M) for page in pages}
+    missing = [f"{page.name}: {to}" for page, text in texts.items() for to in link.findall(text) if not (page.parent / to).exists()]
+    assert not missing
+
+
 def test_faults_of_a_page_of_the_site_are_found(tmp_path):
     (tmp_path / "index.html").write_text("<script src='https://elsewhere.org/x.js'>words()</script><img src='b.png'>")
     assert built_site.faults(tmp_path, {"index.html": built_site.Wanted(["a"], ["words"]), "c.html": built_site.Wanted()}) == [
