@@ -16,6 +16,7 @@ BENCHES = {
     "compiled": "what torch.compile gets of a training step: nodes, loops and lines, against torch.nn's",
     "decode": "tokens one at a time, against Hugging Face's generate with its static cache",
     "figures": "every measured comparison that is committed, with its best and its worst case",
+    "first_page": "the bytes of README's table: what blocks of named models keep, and peaks, by what runs them",
     "graph": "a training step of a small model on this GPU: eager, graphed, and torch.compile",
     "kernels": "every kernel on this GPU, against torch and Liger-Kernel",
     "invariant": "the same bits whatever else is in the batch, against the same decoder without it",

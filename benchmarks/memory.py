@@ -142,7 +142,7 @@ def _measure(batch: int, dtype: torch.dtype) -> list[Row]:
     case, grads = f"{LAYERS} llama blocks, {batch * LENGTH} tokens, {short(dtype)}", sum(p.nbytes for p in module.parameters())
     peaks = {"funcops": peak_of(ours), "autograd": peak_of(autograd)}
     as_on_a_gpu(module)
-    peaks["autograd, norms as on a GPU"] = peak_of(autograd)
+    peaks["autograd, as on a GPU"] = peak_of(autograd)
     rows = [Row("memory", case, name, "peak live", peak / 2**20, "MiB") for name, peak in peaks.items()]
     rows += [Row("memory", case, name, "net of gradients", (peak - grads) / 2**20, "MiB") for name, peak in peaks.items()]
     gross, net = peaks["funcops"] / peaks["autograd"], (peaks["funcops"] - grads) / (peaks["autograd"] - grads)

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.measure import BenchError, Row, interleaved
 from benchmarks.rematerialized import INSTALLED, cost, cost_of_autograd, cost_of_torch_remat
-from benchmarks.residuals import saved_by
+from benchmarks.saved import saved_by
 from funcops import Needs, TorchConfig, WithExtras, op_from_module, report
 
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)

@@ -5,6 +5,7 @@ It shares no code with funcops. B rows, T positions, D width, H heads of size K 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 class FusedRMSNorm(torch.autograd.Function):
     """`F.rms_norm` as torch's kernel for a GPU (`_fused_rms_norm`) keeps it: x, the weight and each row's 1 / rms in float32. On a
-    CPU torch runs it in steps, whose values in float32 it keeps, too."""
+    CPU torch runs it in steps, and also keeps their values in float32."""
 
     ROWS = 256  # at once: the kernel makes no tensor in float32
 
@@ -53,12 +54,59 @@ class RMSNorm(nn.Module):
         return self.run(x, self.dim, self.weight, self.eps)
 
 
+class FusedLayerNorm(torch.autograd.Function):
+    """`F.layer_norm` as torch's kernel for a GPU keeps it: x, the parameters, and each row's mean and 1 / deviation in float32. On
+    a CPU torch keeps these two in x's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: tuple[int], weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x.float(), dim, weight.float(), bias.float(), eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        wide = [t.float() for t in (weight, bias)]
+        found = torch.ops.aten.native_layer_norm_backward(dy.float(), x.float(), weight.shape, mean, rstd, *wide, [True] * 3)
+        dx, dw, db = (t.to(x.dtype) for t in found)
+        return dx, None, dw, db, None
+
+
+def fused_dropout(x: Tensor, p: float) -> Tensor:
+    """Dropout as torch runs it on a GPU, which keeps a mask of one byte an element. On a CPU it keeps a factor in x's dtype."""
+    return torch.native_dropout(x, p, True)[0]
+
+
+class DroppedLinear(nn.Linear):
+    """A linear layer whose output goes through dropout."""
+
+    def __init__(self, dim_in: int, dim_out: int, p: float):
+        super().__init__(dim_in, dim_out)
+        self.p = p
+        self.drop: Any = F.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(super().forward(x), self.p)
+
+
 def as_on_a_gpu(module: nn.Module) -> nn.Module:
-    """The module, whose RMS norms keep what they do on a GPU."""
+    """The module, whose norms and dropouts keep what they keep on a GPU."""
+    part: Any
     for part in module.modules():
         if isinstance(part, RMSNorm):
             part.run = FusedRMSNorm.apply
+        elif isinstance(part, nn.LayerNorm):
+            vars(part)["forward"] = functools.partial(_layer_norm, part)
+        elif isinstance(part, DroppedLinear):
+            part.drop = fused_dropout
+        elif isinstance(part, nn.Dropout):
+            vars(part)["forward"] = functools.partial(fused_dropout, p=part.p)
     return module
+
+
+def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    return FusedLayerNorm.apply(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
 def rope_tables(context: int, size: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -118,16 +166,18 @@ class Block(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """One block with its own rotation tables, made once."""
+    """One block with its rotation tables, made once for each dtype. The blocks of a model share them."""
 
     def __init__(self, dim: int, heads: int, hidden: int, length: int, kv_heads: int | None = None):
         super().__init__()
         self.block = Block(dim, heads, kv_heads or heads, hidden)
-        cos, sin = rope_tables(length, dim // heads, 10000.0)
-        self.cos, self.sin = cos.float()[:, None], sin.float()[:, None]
+        self.tables = rope_tables(length, dim // heads, 10000.0)
+        self.cos, self.sin = (t[:, None].float() for t in self.tables)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.block(x, self.cos.to(x.dtype), self.sin.to(x.dtype))
+        if self.cos.dtype != x.dtype:
+            self.cos, self.sin = (t[:, None].to(x.dtype) for t in self.tables)
+        return self.block(x, self.cos, self.sin)
 
 
 class PlainGPT2Block(nn.Module):
@@ -135,16 +185,16 @@ class PlainGPT2Block(nn.Module):
 
     def __init__(self, dim: int, heads: int, hidden: int, p: float):
         super().__init__()
-        self.heads, self.p = heads, p
+        self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), DroppedLinear(dim, dim, p)
+        self.up, self.down = nn.Linear(dim, hidden), DroppedLinear(hidden, dim, p)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + F.dropout(self.out(mixed), self.p)
-        return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh")), self.p)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
 
 
 class PlainLlama(nn.Module):

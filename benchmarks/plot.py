@@ -43,12 +43,16 @@ def draw(path: str, rows: Sequence[Any]) -> None:
     plt.close(figure)
 
 
-BLOCKS = {"llama block": "Llama block", "gpt-2 block": "GPT-2 block", "frozen llama block, LoRA": "frozen Llama block, LoRA"}
+MODELS = {  # case: its name in two lines
+    "blocks of Llama 3 8B, 8192 tokens": "Llama 3 8B",
+    "blocks of GPT-2 XL, dropout, 8192 tokens": "GPT-2 XL,\nwith dropout",
+    "frozen blocks of Llama 3 8B, LoRA, 8192 tokens": "Llama 3 8B,\nfrozen, LoRA",
+}
 KEPT = {  # provider: its name and colour
-    "autograd": ("PyTorch on a CPU", "#c4c4c4"),
-    "autograd, peft": ("PyTorch on a CPU", "#c4c4c4"),
-    "autograd, norms as on a GPU": ("PyTorch on a GPU", "#8a8a8a"),
-    "autograd, peft, norms as on a GPU": ("PyTorch on a GPU", "#8a8a8a"),
+    "autograd": ("PyTorch on a CPU", "#d4d4d4"),
+    "transformers": ("Transformers", "#b4b4b4"),
+    "autograd, as on a GPU": ("PyTorch on a GPU", "#8a8a8a"),
+    "torch_remat": ("torch_remat", "#d9a441"),
     "funcops": ("funcops", "#3b7dd8"),
     "funcops, compress_fp8": ("funcops, kept in 8 bits", "#8fb8ec"),
 }
@@ -56,19 +60,19 @@ LEGIBLE = "#808080"  # text on a white and on a dark page
 
 
 def draw_kept(path: str, rows: Sequence[Any]) -> None:
-    """Draw a group of bars for each block: the bytes kept per token and unit of width by each provider, as text that can be
-    searched, on no background."""
-    if not _can_draw("residuals", path):
+    """Draw a group of bars for each model: the GB that its blocks keep with each provider, as text that can be searched, on no
+    background."""
+    if not _can_draw("first_page", path):
         return
     from matplotlib import pyplot as plt
     from matplotlib.figure import Figure
 
     found = {(row.case, row.provider): row.value for row in rows if row.metric == "kept"}
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "funcops", "font.size": 10}):
-        figure = Figure(figsize=(7.6, 3.6), layout="constrained")
+        figure = Figure(figsize=(7.6, 4.6), layout="constrained")
         axes, place, ticks = figure.add_subplot(), 0.0, []
         named: dict[str, Any] = {}
-        for case in BLOCKS:
+        for case in MODELS:
             first = place
             for provider, (name, colour) in KEPT.items():
                 if (value := found.get((case, provider))) is not None:
@@ -77,15 +81,13 @@ def draw_kept(path: str, rows: Sequence[Any]) -> None:
                     place += 1
             ticks.append((first + place - 1) / 2)
             place += 0.8
-        axes.set_yticks(ticks, list(BLOCKS.values()), color=LEGIBLE)
+        axes.set_yticks(ticks, list(MODELS.values()), color=LEGIBLE)
         axes.invert_yaxis()
         axes.set_xticks([])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set_title("bytes kept for the backward, per token and unit of width (bfloat16)", fontsize=10, color=LEGIBLE)
-        figure.legend(
-            list(named.values()), list(named), frameon=False, labelcolor=LEGIBLE, loc="outside lower center", ncols=len(named)
-        )
+        axes.set_title("GB that all blocks keep for the backward of 8,192 tokens (bfloat16)", fontsize=10, color=LEGIBLE)
+        figure.legend(list(named.values()), list(named), frameon=False, labelcolor=LEGIBLE, loc="outside lower center", ncols=3)
         figure.savefig(path, transparent=True, metadata={"Date": None} if path.endswith(".svg") else None)
 
 

@@ -2,7 +2,7 @@
 
 torch_remat's annotation is the one with the fewest bytes that computes no product again: each linear layer, convolution and
 attention is a region that is not recomputed, whose output the replay may read, in one checkpoint around the whole model with its
-loss. One checkpoint a block would hold the blocks' inputs beside these. It does not replay dropout, so models have none.
+loss. One checkpoint a block would hold the blocks' inputs beside these. It does not replay dropout, so that belongs to a region.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from funcops.engine.trees import tensors
 
 INSTALLED = importlib.util.find_spec("torch_remat") is not None
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_grouped_mm"}
-LAYERS = ("Linear", "Conv1d", "Conv2d", "Conv1D")  # the last is GPT-2's linear layer
+LAYERS = ("Linear", "DroppedLinear", "Conv1d", "Conv2d", "Conv1D")  # the last is GPT-2's linear layer
 
 
 class Products(TorchDispatchMode):
@@ -72,6 +72,30 @@ def cost_of_torch_remat(module: nn.Module, call: Callable[[], Tensor], weights: 
 
 
 @contextmanager
+def in_blocks(blocks: nn.Sequential) -> Iterator[Callable[[Tensor], Tensor]]:
+    """The same layers under the same annotation, but each block in a checkpoint of its own: fewer bytes at the peak of a step, as a
+    backward replays one block at a time."""
+    import torch_remat
+
+    calls: dict[str, int] = {}
+
+    def again(block: nn.Module) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            calls.clear()
+            return block(x)
+
+        return run
+
+    def whole(x: Tensor) -> Tensor:
+        for i, block in enumerate(blocks):
+            x = torch_remat.checkpoint(region_name=f"block {i}")(again(block))(x)
+        return x
+
+    with _annotated(blocks, calls):
+        yield whole
+
+
+@contextmanager
 def _annotated(module: nn.Module, calls: dict[str, int]) -> Iterator[None]:
     import torch_remat
 
@@ -84,7 +108,10 @@ def _annotated(module: nn.Module, calls: dict[str, int]) -> Iterator[None]:
 
         return run
 
-    parts = {name: part for name, part in module.named_modules() if type(part).__name__ in LAYERS}
+    parts = dict[str, nn.Module]()
+    for name, part in module.named_modules():  # a layer of PEFT's has layers inside, and is one region
+        if type(part).__name__ in LAYERS and not any(name.startswith(f"{outer}.") for outer in parts):
+            parts[name] = part
     attention = nn.functional.scaled_dot_product_attention
     try:
         nn.functional.scaled_dot_product_attention = region("attention", attention)

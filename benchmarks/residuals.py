@@ -3,10 +3,9 @@ mixture of experts keeps per token, against the block of Hugging Face's transfor
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,18 +13,17 @@ from torch import Tensor, nn
 
 from benchmarks.measure import Row
 from benchmarks.plain import PlainBlock, PlainGPT2Block, as_on_a_gpu
-from benchmarks.plot import draw_kept
+from benchmarks.saved import saved_by, saved_by_autograd
 from funcops import Compress, ExpertsConfig, Policy, Recompute, RopeConfig, WithExtras, chain, experts, random, report, with_policy
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op
-from funcops.engine.trees import nbytes, tensors, tree_map_tensors
+from funcops.engine.trees import nbytes, tensors
 from funcops.lora import lora_init, lora_needs, with_lora
 from funcops.low_precision import NF4, Fp8Block, quantize_weights, with_recipe, with_weight_only
 from funcops.models import DecoderConfig, decoder, decoder_x, pack
 from funcops.models.blocks import block_config, gpt2_block_config
 
 DIM, HEADS, LENGTH = 512, 8, 512
-LLAMA_3_8B = dict(dim=4096, heads=32, hidden=14336, kv_heads=8)
 MIXTURE = dict(dim=256, hidden=96, experts=16, choices=8)
 UNIT = "bytes per token and unit"
 FP8 = Compress("fp8")
@@ -40,22 +38,15 @@ LOW_ATTENTION: dict[str, Policy | str] = {  # of the same block with linears and
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plot", metavar="FILE", help="also draw the bytes of the blocks (PNG or SVG)")
-
-
-def run(rivals: bool = True, plot: str | None = None) -> list[Row]:
+def run(rivals: bool = True) -> list[Row]:
     """The rows; with `rivals` also for a mixture of experts and for LoRA, which import transformers and PEFT."""
     torch.manual_seed(0)
     llama = _llama()
     gpt2 = gpt2_block_config(DIM, HEADS, 2048, 0.1), {"key": random.key(0)}, PlainGPT2Block(DIM, HEADS, 2048, 0.1)
     plain = [row for name, case in (("llama block", llama), ("gpt-2 block", gpt2)) for row in _measure(name, *case)]
-    plain += _llama_3_8b(rivals)
     found = plain + list(_low(*llama[:2])) + list(_decoder()) + list(_documents()) + list(_frozen_in_4_bits())
     if rivals:
         found += [*_of_transformers(), *_mixture(**MIXTURE), *_lora()]
-    if plot:
-        draw_kept(plot, found)
     return found
 
 
@@ -64,41 +55,24 @@ def _llama() -> tuple[Any, dict[str, Tensor], nn.Module]:
     return block_config(DIM, HEADS, 1408), {"positions": torch.arange(LENGTH)}, PlainBlock(DIM, HEADS, 1408, LENGTH)
 
 
-def _llama_3_8b(rivals: bool) -> Iterator[Row]:
-    """The bytes that the 32 blocks of Llama 3 8B keep of 8,192 tokens, from a run of one block on fewer."""
-    case, tokens = "blocks of Llama 3 8B, 8192 tokens", 64
-    cfg = block_config(LLAMA_3_8B["dim"], LLAMA_3_8B["heads"], LLAMA_3_8B["hidden"], LLAMA_3_8B["kv_heads"])
-    data = torch.zeros(1, tokens, LLAMA_3_8B["dim"], dtype=torch.bfloat16)
-    shapes = chain.init(cfg, device="meta", dtype=torch.bfloat16)
-    params, extras = tree_map_tensors(lambda t: torch.zeros_like(t, device="cpu"), shapes), {"positions": torch.arange(tokens)}
-    kept = {"funcops": report(chain.fwd(params, WithExtras(data, extras), cfg)[1], params, extras).kept_bytes}
-    module = PlainBlock(length=tokens, **LLAMA_3_8B).to(torch.bfloat16)
-    kept["autograd"] = saved_by_autograd(module, data)
-    kept["autograd, norms as on a GPU"] = saved_by_autograd(as_on_a_gpu(module), data)
-    if rivals and importlib.util.find_spec("transformers"):
-        kept["transformers"] = _saved_by_transformers(tokens, **LLAMA_3_8B)
-    for provider, value in kept.items():
-        yield Row("residuals", case, provider, "kept", 32 * 8192 / tokens * value / 1e9, "GB")
-
-
 def _of_transformers() -> Iterator[Row]:
     """The bytes that the same Llama block of Hugging Face's keeps, if transformers is installed."""
     if importlib.util.find_spec("transformers"):
-        found = _saved_by_transformers(LENGTH, DIM, HEADS, 1408, HEADS)
+        block, tables = llama_of_transformers(DIM, HEADS, 1408, HEADS, LENGTH)
+        x = torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16)
+        found = saved_by(block, lambda: block(x.requires_grad_(), position_embeddings=tables), tables)
         yield Row("residuals", "llama block", "transformers", "kept", found / (LENGTH * DIM), UNIT)
 
 
-def _saved_by_transformers(tokens: int, dim: int, heads: int, hidden: int, kv_heads: int) -> int:
+def llama_of_transformers(dim: int, heads: int, hidden: int, kv_heads: int, tokens: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A block in bfloat16, and the tables of rotations, which the blocks of a model share."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
     cfg = LlamaConfig(hidden_size=dim, num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=hidden)
     cfg._attn_implementation = "sdpa"
-    data = torch.randn(1, tokens, dim, dtype=torch.bfloat16)
-    tables = LlamaRotaryEmbedding(cfg)(data, torch.arange(tokens)[None])
-    block = LlamaDecoderLayer(cfg, 0).to(torch.bfloat16)
-    shared = sum(t.nbytes for t in tables)  # by all blocks of a model
-    return saved_by(block, lambda: block(data.clone().requires_grad_(), position_embeddings=tables)) - shared
+    tables = LlamaRotaryEmbedding(cfg)(torch.zeros(1, tokens, dim, dtype=torch.bfloat16), torch.arange(tokens)[None])
+    return LlamaDecoderLayer(cfg, 0).to(torch.bfloat16), tables
 
 
 def _mixture(dim: int, hidden: int, experts: int, choices: int) -> Iterator[Row]:
@@ -169,7 +143,7 @@ def _lora() -> Iterator[Row]:
         found = peft.LoraConfig(r=8, lora_alpha=16, target_modules=names)
         frozen: Any = peft.inject_adapter_in_model(found, module.to(torch.bfloat16))
         kept["autograd, peft"] = saved_by_autograd(frozen, x.main)
-        kept["autograd, peft, norms as on a GPU"] = saved_by_autograd(as_on_a_gpu(frozen), x.main)
+        kept["autograd, peft, as on a GPU"] = saved_by_autograd(as_on_a_gpu(frozen), x.main)
     for provider, value in kept.items():
         yield Row("residuals", case, provider, "kept", value / (LENGTH * DIM), UNIT)
 
@@ -247,28 +221,5 @@ def _measure(name: str, cfg: Any, extras: dict[str, Tensor], module: nn.Module) 
         "funcops, compress_fp8": ours(with_policy(chain, "compress_fp8")),
         "autograd": saved_by_autograd(module.to(torch.bfloat16), data),
     }
-    kept["autograd, norms as on a GPU"] = saved_by_autograd(as_on_a_gpu(module), data)
+    kept["autograd, as on a GPU"] = saved_by_autograd(as_on_a_gpu(module), data)
     return [Row("residuals", name, provider, "kept", value / (LENGTH * DIM), UNIT) for provider, value in kept.items()]
-
-
-def saved_by_autograd(module: nn.Module, data: Tensor) -> int:
-    """The bytes of the storages that a forward of x, which requires grad, saves."""
-    return saved_by(module, lambda: module(data.clone().requires_grad_()))
-
-
-def saved_by(module: nn.Module, forward: Callable[[], Any]) -> int:
-    """The bytes of the storages that a call saves, without the module's params and tables."""
-    tables = {t.untyped_storage()._cdata for t in (*module.parameters(), *vars(module).values()) if isinstance(t, Tensor)}
-    storages: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage._cdata not in tables:
-            storages[storage._cdata] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = forward()
-    kept = sum(storages.values())
-    del y
-    return kept

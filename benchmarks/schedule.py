@@ -99,7 +99,7 @@ def _torch_split(model: nn.Module, data: Tensor, dy: Tensor, between: Callable[[
 def _bytes() -> list[Row]:
     """Count live bytes after F, between I and W, and at the peak."""
     split = "torch's split of torch.nn"
-    found: dict[str, dict[str, int]] = {"funcops": {}, split: {}, f"{split}, norms as on a GPU": {}}
+    found: dict[str, dict[str, int]] = {"funcops": {}, split: {}, f"{split}, as on a GPU": {}}
     cfg, params, x, dy = _functional()
     with Live() as live:
         y, residuals = repeat.fwd(params, x, cfg)
@@ -110,7 +110,7 @@ def _bytes() -> list[Row]:
         dparams = repeat.wgrad(donate(pending), cfg)
     found["funcops"]["peak"] = live.peak
     del dx, dparams
-    for torchs, gpu in ((found[split], False), (found[f"{split}, norms as on a GPU"], True)):
+    for torchs, gpu in ((found[split], False), (found[f"{split}, as on a GPU"], True)):
         model, data, dy = _modules(ours=False)
         if gpu:
             as_on_a_gpu(model)

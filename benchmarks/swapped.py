@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import BenchError, Row, interleaved
-from benchmarks.residuals import saved_by
+from benchmarks.saved import saved_by
 from funcops import nn as fnn
 
 SIZES = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import device, kernels, measure, memory, overhead, plain, plain_moe, profiled, residuals
+from benchmarks import device, kernels, measure, memory, overhead, plain, plain_moe, profiled
 from benchmarks.device import CudaTimer, Replay
 from benchmarks.kernel_calls import KernelCall, direct
 from benchmarks.measure import write_json
+from benchmarks.saved import saved_by_autograd as saved
 from funcops import RouteConfig, RouteParams, route
 from funcops.engine.trees import tensors
 from funcops.library.kernels import fused_linear, norm
@@ -277,10 +278,6 @@ def test_the_yardstick_is_the_best_of_a_copy_a_scale_and_a_sum(best, tensors, mo
     assert kernels.measured_copy_rate(Fixed(**times), 1024) == pytest.approx(tensors * 4096 / 2e-6)
 
 
-def saved(module, x):
-    return residuals.saved_by_autograd(module, x)
-
-
 def test_autograd_is_charged_for_saved_activations_alone():
     torch.manual_seed(0)
     x = torch.randn(5, 8)
@@ -518,18 +515,30 @@ def test_overhead_compares_donation_halves_and_ids_with_the_same_gradients(i, mo
     assert len(found[-1]) == 2 and all(t.isfinite().all() for params in found[-1].values() for t in tensors(params))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_as_on_a_gpu_is_the_norm_and_keeps_its_input_and_a_number_a_row(dtype):
-    norm = plain.RMSNorm(6).to(dtype)
-    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+KEPT_ON_A_GPU = {  # the tensors beside x and the weights
+    "RMS norm": (lambda: plain.RMSNorm(6), [((2, 300, 1), torch.float32)]),
+    "layer norm": (lambda: torch.nn.LayerNorm(6), [((2, 300, 1), torch.float32)] * 2),
+    "dropout after a linear layer": (lambda: plain.DroppedLinear(6, 6, 0.25), [((2, 300, 6), torch.bool)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", KEPT_ON_A_GPU)
+def test_a_layer_as_on_a_gpu_is_the_layer_and_keeps_its_input_and_what_a_gpus_kernel_keeps(name, dtype):
+    build, wanted = KEPT_ON_A_GPU[name]
+    layer = build().to(dtype)
+    weights = list(layer.parameters())
+    torch.nn.init.uniform_(weights[0], 0.5, 1.5)
     x, dy = (torch.randn(2, 300, 6).to(dtype) for _ in range(2))
     found = []
-    for build in (lambda of: of, plain.as_on_a_gpu):
+    for run in (lambda of: of, plain.as_on_a_gpu):
+        torch.manual_seed(0)
         kept = list[torch.Tensor]()
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
             given = x.clone().requires_grad_()
-            y = build(norm)(given)
-        found.append((y, *torch.autograd.grad(y, [given, norm.weight], dy)))
+            y = run(layer)(given)
+        found.append((y, *torch.autograd.grad(y, [given, *weights], dy)))
     for ours, torchs in zip(*found[::-1], strict=True):
         assert_close(ours, torchs, dtype=dtype)
-    assert [(tuple(t.shape), t.dtype) for t in kept] == [((2, 300, 6), dtype), ((6,), dtype), ((2, 300, 1), torch.float32)]
+    own = {t.untyped_storage()._cdata for t in (given, *weights)}
+    assert [(tuple(t.shape), t.dtype) for t in kept if t.untyped_storage()._cdata not in own] == wanted
