@@ -130,5 +130,7 @@ ADAPTERS = {
         accepts=META_KEY,
     ),
     "nn.kept_bytes": Row(lambda: {"module": torch.nn.Linear(4, 4), "input": torch.ones(2, 4)}),
+    "nn.kept_report": Row(lambda: {"module": torch.nn.Linear(4, 4), "input": torch.ones(2, 4)}),
+    "nn.preview": Row(lambda: {"module": torch.nn.Linear(4, 4), "input": torch.ones(2, 4)}),
     "nn.functional": Row(lambda: {"module": nn.Linear(4, 4)}),
 }

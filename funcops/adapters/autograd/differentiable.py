@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +34,7 @@ from funcops.engine.contract.op import Op, raw_of, refuse_autocast
 from funcops.engine.contract.schema import Donated
 from funcops.engine.contract.signatures import C, HasFwd, P, R, Run, X, Y
 from funcops.engine.errors import fail, require_type
+from funcops.engine.residuals.report import kept_values
 from funcops.engine.trees import structure, tensors
 
 _ddp: Any = DistributedDataParallel
@@ -183,6 +184,26 @@ def backward_calls() -> Iterator[Callable[[], int]]:
     """Yield a function that returns how many backwards of ops autograd has run since the block began."""
     before = _calls
     yield lambda: _calls - before
+
+
+def kept_by(node: Any, saved: Sequence[Tensor]) -> list[tuple[str, str]] | None:
+    """The path and the readers of each tensor that a node of ours has saved, as `report` shows them; for its output, "y" and "".
+    None for another node."""
+    call = getattr(node, "call", None)
+    if type(call) is not tuple or type(call[0]) is not Bound:
+        return None
+    bound, _, residuals, slotted, _ = call
+    if slotted:
+        bound.fill(residuals, saved)
+    else:
+        residuals = unflatten(residuals, saved)
+    found: dict[int, list[tuple[str, str]]] = {}
+    for path, value, phases in kept_values(residuals):
+        for t in tensors(value):
+            found.setdefault(id(t), []).append((path, phases))
+    if slotted:
+        bound.empty(residuals)
+    return [found[id(t)].pop(0) if found.get(id(t)) else ("y", "") for t in saved]
 
 
 def _once(ctx: Any, *dys: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,20 +17,29 @@ from funcops.engine.errors import fail
 
 
 @contextmanager
-def first_run(where: str, label: str, names: Sequence[str], given: Sequence[Tensor]) -> Iterator[None]:
-    """A block after which all generators of random numbers have their old states. A write to one of the tensors raises before it is
-    made, and so does, in the end, a number drawn by Python or NumPy, which a trace would contain for ever."""
+def same_draws(given: Sequence[Tensor]) -> Iterator[Callable[[], bool]]:
+    """A block after which all generators of random numbers have their old states: torch's, of the devices of these tensors, too,
+    Python's and NumPy's. Yield a function that tells whether one of the last two has been used."""
     before, numpy = random.getstate(), sys.modules.get("numpy")
     numpys: Any = None if numpy is None else numpy.random.get_state()
     devices = sorted({t.device.index or 0 for t in given if t.is_cuda})
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices), _Untouched(where, label, names, given):
-            yield
-        drawn = random.getstate() != before or (numpy is not None and repr(numpy.random.get_state()) != repr(numpys))
+        with torch.random.fork_rng(devices):
+            yield lambda: random.getstate() != before or (numpy is not None and repr(numpy.random.get_state()) != repr(numpys))
     finally:
         random.setstate(before)
         if numpy is not None:
             numpy.random.set_state(numpys)
+
+
+@contextmanager
+def first_run(where: str, label: str, names: Sequence[str], given: Sequence[Tensor]) -> Iterator[None]:
+    """A block after which all generators of random numbers have their old states. A write to one of the tensors raises before it is
+    made, and so does, in the end, a number drawn by Python or NumPy, which a trace would contain for ever."""
+    with same_draws(given) as others:
+        with torch.enable_grad(), _Untouched(where, label, names, given):
+            yield
+        drawn = others()
     if drawn:
         wanted = "a module that draws its random numbers with torch"
         fail(where, label, wanted, "one that draws some with Python's random or numpy.random: pass those in x")

@@ -13,7 +13,7 @@ from funcops.engine.errors import describe, fail, join_path, require_count, requ
 from funcops.engine.residuals.forms import AT, Packed, has_form
 from funcops.engine.trees import paths, tensors
 
-__all__ = ["Report", "kept_values", "report", "storage_of", "storages"]
+__all__ = ["Report", "Row", "kept_values", "report", "storage_of", "storages"]
 
 
 class Layers(NamedTuple):
