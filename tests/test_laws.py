@@ -162,7 +162,7 @@ WRONG = {  # by a field's annotation: what may stand nowhere
     "Op": (3, None, "linear"),
 }
 SIGNED = {"factor", "alpha", "offset", "ignore_index"}  # these may be negative, and others zero
-ZERO = SIGNED | {"eps", "p", "label_smoothing", "z_loss", "padding_idx", "aux", "z", "jitter"}
+ZERO = SIGNED | {"eps", "p", "label_smoothing", "z_loss", "padding_idx", "aux", "z", "jitter", "replays"}
 INFINITE = {"limit"}  # where nothing is clamped
 OTHERS = {
     ("GLUConfig", "gate"): ("left", 3),  # "" is right for a pair

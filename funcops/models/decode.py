@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,10 +41,10 @@ from funcops.models.cache import (
     looked_at,
     slots,
 )
-from funcops.models.decoder import decoder, decoder_x, without_loss
+from funcops.models.decoder import choices_of, decoder, decoder_x, without_loss
 from funcops.models.decoder_config import DecoderConfig, layer_paths
 from funcops.models.latent_cache import LatentParams, latent_steps, plain_latents, weight_of_latents
-from funcops.models.sampling import Sampled, SamplingConfig, drawn, log_probabilities
+from funcops.models.sampling import Sampled, SamplingConfig, drawn, sampled
 
 __all__ = ["decode", "generate"]
 
@@ -191,13 +191,14 @@ def decode(
     params = without_loss(params)
     placed = with_caches(where, params, held)
     mine = cache.take(where) if type(cache) is Donated else tree_map_tensors(torch.clone, cache)
-    return _step(placed if mine is held else with_caches(where, params, mine), mine, ids, cfg, counts, model, known)
+    y = _step(placed if mine is held else with_caches(where, params, mine), mine, ids, cfg, counts, model, known)
+    return _logits(y), mine
 
 
 def _step(
     placed: Any, cache: Cache, ids: Tensor, cfg: DecoderConfig, counts: Tensor | None, model: ChainConfig | None, length: int | None
-) -> tuple[Tensor, Cache]:
-    """Run `decode` in place on a cache that `placed` has in the params. `length`: see `decoder_x`."""
+) -> Any:
+    """Run `decode` in place on a cache that `placed` has in the params; return the model's y. `length`: see `decoder_x`."""
     tokens, dtype = ids.shape[1], next(iter(cache.layers.values())).k.dtype
     positions = cache.lengths.unsqueeze(1) + torch.arange(tokens, device=ids.device)
     if counts is not None:  # padding needs a position too, one that exists
@@ -206,7 +207,12 @@ def _step(
     given = WithExtras(x.main, {**x.extras, CACHE: slots(cache, tokens, counts, _windows(_chain_of(cfg)))})
     y, _ = chain.fwd(placed, given, with_cache(model or _chain_of(cfg), keeps_latents(cache)), needs=Needs.NONE)
     cache.lengths.add_(tokens if counts is None else counts)
-    return y.main if type(y) is WithExtras else y, cache
+    return y
+
+
+def _logits(y: Any) -> Tensor:
+    logits: Tensor = y.main if type(y) is WithExtras else y
+    return logits
 
 
 def _check_counts(where: str, counts: Any, ids: Tensor, cache: Cache) -> None:
@@ -231,6 +237,8 @@ def generate(
     chunk: int = 256,
     model: ChainConfig | None = None,
     log_probabilities: bool = False,
+    entropy: bool = False,
+    choices: bool = False,
 ) -> Iterator[Any]:
     """Generate the next `tokens` tokens after prompts ids [B, T], one after another: each [B], int64, as soon as it is computed.
 
@@ -239,7 +247,9 @@ def generate(
     tokens of that row repeat the id, and its cache is dropped, so that later steps compute the other rows alone; after the last
     row has ended the iterator ends. Prompts are taken in chunks of `chunk`. `model`: as in `decode`. `log_probabilities`: yield
     `Sampled(tokens, log_probabilities)` each time, the latter by the model's own softmax, before temperature and filters, and 0 for
-    a row that has ended. Nothing waits for a device until a token is read, except with `stop`, which reads each token; stop
+    a row that has ended; `entropy` and `choices` fill these fields of it, the former from the same pass over the logits, the latter
+    with the experts of every token, which a trainer can replay, by a model of `decoder(cfg, choices="saved")`, the default with
+    it. Nothing waits for a device until a token is read, except with `stop`, which reads each token; stop
     iterating to end early.
 
     Raises `ValueError` or `TypeError`, when it is called, for arguments of a wrong shape, dtype or value, and if tokens reach
@@ -260,7 +270,18 @@ def generate(
     require_type(where, "sampling", sampling, SamplingConfig)
     _check_model(where, model, cfg)
     require_count(where, tokens=tokens, chunk=chunk)
-    require_flag(where, log_probabilities=log_probabilities)
+    require_flag(where, log_probabilities=log_probabilities, entropy=entropy, choices=choices)
+    for name, value in (("entropy", entropy), ("choices", choices)):
+        require(log_probabilities or not value, where, name, "False without log_probabilities, beside which it is yielded", value)
+    if choices:
+        model = _chain_of(cfg, choices="saved") if model is None else model
+        if "indices" not in {name.rstrip("0123456789") for name in model.outputs}:
+            fail(
+                where,
+                "model",
+                'made of decoder(cfg, choices="saved"), as choices are asked for',
+                f"one with outputs {list(model.outputs)}",
+            )
     check(where, "ids", ids, (...,), torch.int64)
     if ids.dim() != 2 or 0 in ids.shape:
         fail(where, "ids", "[B, T] of at least one token", list(ids.shape))
@@ -282,7 +303,7 @@ def generate(
     _check_length(where, cfg, ids.shape[1], length)
     latents = plain_latents(model or _chain_of(cfg)) == len(layer_paths(cfg))
     cache = cache_init(cfg, ids.shape[0], context=length, chunk=chunk, dtype=dtype, device=ids.device, latents=latents)
-    rows = _Rows(params, cfg, model, cache, log_probabilities)
+    rows = _Rows(params, cfg, model, cache, _Saves(log_probabilities, entropy, choices))
     return rows.stream(ids, lengths, tokens, key, sampling, stop)
 
 
@@ -315,18 +336,43 @@ def _check_params(where: str, params: Any, model: ChainConfig | None, cfg: Decod
             check(where, f"params.{path}", t, tuple(want.shape), FLOATS if want.is_floating_point() else want.dtype, ids)
 
 
-class _Rows:
-    """The sequences that a model goes on with, and their cache; `saves`: whether log-probabilities are yielded, too."""
+class _Saves(NamedTuple):
+    """The values that are yielded beside tokens."""
 
-    def __init__(self, params: Any, cfg: DecoderConfig, model: ChainConfig | None, cache: Cache, saves: bool) -> None:
+    log_probabilities: bool
+    entropy: bool
+    choices: bool
+
+
+class _Rows:
+    """The sequences that a model goes on with, their cache, and the choices for the tokens since the last one that was yielded."""
+
+    def __init__(self, params: Any, cfg: DecoderConfig, model: ChainConfig | None, cache: Cache, saves: _Saves) -> None:
         self.params, self.cfg, self.model, self.saves = params, cfg, model, saves
+        self.choices: list[Tensor] = []
         self.hold(cache)
 
     def hold(self, cache: Cache) -> None:
         self.cache, self.placed = cache, with_caches("generate", self.params, cache)
 
     def step(self, ids: Tensor, counts: Tensor | None) -> Tensor:
-        return _step(self.placed, self.cache, ids, self.cfg, counts, self.model, self.cache.context)[0]
+        y = _step(self.placed, self.cache, ids, self.cfg, counts, self.model, self.cache.context)
+        if self.saves.choices:
+            found = choices_of(y.extras, self.cfg)
+            if counts is not None:
+                there = torch.arange(ids.shape[1], device=ids.device) < counts.unsqueeze(1)
+                found = found.masked_fill(~there[..., None, None], -1)
+            self.choices.append(found)
+        return _logits(y)
+
+    def sampled(self, logits: Tensor, tokens: Tensor) -> Sampled | None:
+        """The values that are yielded with tokens; None for tokens alone."""
+        if not self.saves.log_probabilities:
+            return None
+        found = sampled(logits, tokens, self.saves.entropy)
+        if self.saves.choices:
+            found, self.choices = found._replace(choices=torch.cat(self.choices, 1)), []
+        return found
 
     def prompted(self, ids: Tensor, lengths: Tensor | None) -> Tensor:
         """Take the prompts; return the logits of the last token of each."""
@@ -349,12 +395,12 @@ class _Rows:
         for i in range(tokens):
             u = None if key is None else random.uniform(random.fold_in(key, i), (batch, 1), dtype=torch.float64)
             token = drawn("generate", last, u if u is None or not stop else u[going], sampling, seen)
-            found = log_probabilities(last, token) if self.saves else None
+            found = self.sampled(last, token)
             if not stop:
-                yield token if found is None else Sampled(token, found)
+                yield token if found is None else found
             else:
                 ended = ended.index_put((going,), token)
-                yield ended if found is None else Sampled(ended, found.new_zeros(batch).index_put((going,), found))
+                yield ended if found is None else _in_whole(found, ended, going)
                 goes_on = ~torch.isin(token, ends)
                 if not goes_on.any():
                     return
@@ -365,6 +411,16 @@ class _Rows:
             if i + 1 < tokens:
                 seen = None if seen is None else seen.scatter(1, token.unsqueeze(1), True)
                 last = self.step(token.unsqueeze(1), None)[:, -1]
+
+
+def _in_whole(found: Sampled, tokens: Tensor, going: Tensor) -> Sampled:
+    """Put the values of the rows that go on among all rows: 0 for the others, and choices of -1."""
+
+    def whole(t: Tensor | None, other: int) -> Tensor | None:
+        return None if t is None else t.new_full((len(tokens), *t.shape[1:]), other).index_put((going,), t)
+
+    values = whole(found.log_probabilities, 0), whole(found.entropy, 0), whole(found.choices, -1)
+    return Sampled(tokens, *values)  # type: ignore[arg-type]
 
 
 def _seen(ids: Tensor, lengths: Tensor | None, cfg: DecoderConfig) -> Tensor:

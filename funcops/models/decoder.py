@@ -20,9 +20,10 @@ from funcops.engine.compose.parallel import ParallelConfig, parallel
 from funcops.engine.compose.repeat import RepeatConfig, repeat
 from funcops.engine.compose.skip import SkipConfig, skip
 from funcops.engine.compose.step import Step
-from funcops.engine.errors import check, fail, require, require_count, require_dtype, require_flag, require_type
+from funcops.engine.errors import check, describe, fail, require, require_count, require_dtype, require_flag, require_type
 from funcops.engine.random import check_key
 from funcops.engine.trees import WithExtras
+from funcops.library.ops._ids import INDICES
 from funcops.library.ops.activation import ActivationConfig, activation
 from funcops.library.ops.attention import AttentionConfig, attention
 from funcops.library.ops.cross_entropy import CrossEntropyConfig, cross_entropy
@@ -44,9 +45,11 @@ from funcops.library.ops.softcap import SoftcapConfig, softcap
 from funcops.models.decoder_config import DecoderConfig, Kind, LatentConfig, groups, numbered
 from funcops.models.documents import positions_of
 from funcops.models.linear_attention import PACKED, gated, linear_steps
-from funcops.models.mixture import MoEConfig, moe
+from funcops.models.mixture import ROUTED, MoEConfig, moe
 
 __all__ = ["decoder", "decoder_x"]
+
+CHOICES = None, "saved", "given"
 
 
 def norm_step(name: str, cfg: DecoderConfig, size: int | None = None) -> Step:
@@ -137,15 +140,26 @@ def _latent_qkv(cfg: DecoderConfig, latent: LatentConfig, turns: Any, turned: tu
 
 
 def decoder(
-    cfg: DecoderConfig, *, loss: bool = False, reduction: str = "mean", packed: bool = False, max_seqlen: int | None = None
+    cfg: DecoderConfig,
+    *,
+    loss: bool = False,
+    reduction: str = "mean",
+    entropy: bool = False,
+    packed: bool = False,
+    max_seqlen: int | None = None,
+    choices: str | None = None,
 ) -> ChainConfig:
     """Make the chain of a config: ids to logits, or with `loss` ids and labels [B, T] to the mean cross entropy, whose step "loss"
-    has no params: `{**params, "loss": None}`. Its `reduction` may be "sum", or "none" for one number a token. If `vocab` is above
-    4 `dim`, head and loss run as one (`joined`), and no logits are kept; fewer logits cost less than a second product. A head with
-    an adapter, a recipe or a bias runs by itself. `packed`: ids [1, T] are documents one after another, which do not see each
-    other, and x has their `cu_seqlens` (see `pack`), and for routers `documents`, the same without the padding; `max_seqlen` bounds
-    their lengths (`AttentionConfig`). Raises `TypeError` if
-    `cfg` is not a DecoderConfig, `ValueError` for `packed` with linear attention, and for a `max_seqlen` without `packed`.
+    has no params: `{**params, "loss": None}`. Its `reduction` may be "sum", or "none" for one number a token; then with `entropy` y
+    has an output "entropy", of each token's distribution, from the same pass over the logits. If `vocab` is above 4 `dim`, head and
+    loss run as one (`joined`), and no logits are kept; fewer logits cost less than a second product. A head with an adapter, a
+    recipe or a bias runs by itself. `packed`: ids [1, T] are documents one after another, which do not see each other, and x has
+    their `cu_seqlens` (see `pack`), and for routers `documents`, the same without the padding; `max_seqlen` bounds their lengths
+    (`AttentionConfig`). `choices`: of experts; "saved" adds the routers' `indices` to the outputs, "given" takes them from x
+    (`decoder_x`) in place of the routers' own, so that a trainer's tokens go through the experts that a sampler's went through;
+    each layer then has a program of its own. Raises `TypeError` if `cfg` is not a DecoderConfig, `ValueError` for `packed` with
+    linear attention, for a `max_seqlen` without `packed`, for `entropy` without `loss` or with a reduction, and for `choices`
+    without experts.
 
     >>> from funcops import RopeConfig
     >>> from funcops.models import DecoderConfig, decoder
@@ -155,24 +169,34 @@ def decoder(
     (['embed', 'blocks', 'norm', 'head'], 'loss')
     """
     require_type("decoder", "cfg", cfg, DecoderConfig)
-    require_flag("decoder", loss=loss, packed=packed)
+    require_flag("decoder", loss=loss, packed=packed, entropy=entropy)
+    require(
+        loss or not entropy, "decoder", "entropy", "False without loss, as it comes from the loss's pass over the logits", entropy
+    )
     require(not packed or cfg.linear is None, "decoder", "packed", PACKED, packed)
     if max_seqlen is not None:
         require_count("decoder", max_seqlen=max_seqlen)
         require(packed, "decoder", "max_seqlen", "None without packed", max_seqlen)
+    require(choices in CHOICES, "decoder", "choices", f"one of {', '.join(map(repr, CHOICES))}", repr(choices))
+    routed = any(cfg.kind(i).sparse for i in range(cfg.layers))
+    require(choices is None or routed, "decoder", "choices", "None without layers of experts (cfg.moe)", repr(choices))
     steps = [Step("embed", embedding, EmbeddingConfig(cfg.vocab, cfg.dim)), *_scaled("scale", cfg.embed_scale)]
     if cfg.places:
         steps.append(Step("places", position_embedding, PositionEmbeddingConfig(cfg.context, cfg.dim), takes=("positions",)))
-    blocks, outputs = _blocks(cfg, packed, max_seqlen)
+    blocks, outputs = _blocks(cfg, packed, max_seqlen, choices)
     head = Step("head", linear, LinearConfig(cfg.dim, cfg.vocab, bias=False))
     steps += [*blocks, norm_step("norm", cfg), *_scaled("logit_scale", cfg.logit_scale), head]
     if cfg.logit_softcap is not None:
         steps.append(Step("cap", softcap, SoftcapConfig(cfg.logit_softcap)))
     if loss:
-        steps.append(Step("loss", cross_entropy, CrossEntropyConfig(reduction=reduction), takes=("labels",)))
+        gives = ("entropy",) if entropy else ()
+        steps.append(
+            Step("loss", cross_entropy, CrossEntropyConfig(reduction=reduction, entropy=entropy), takes=("labels",), gives=gives)
+        )
+        outputs += gives
     ties = {"head.weight": "embed.weight"} if cfg.tied else {}
     ends = () if not packed else ("cu_seqlens",) if cfg.moe is None else ("cu_seqlens", "documents")
-    extras = (*_extras(cfg), *ends, *(("labels",) if loss else ()))
+    extras = (*_extras(cfg), *ends, *(("choices",) if choices == "given" else ()), *(("labels",) if loss else ()))
     joined = ("loss",) if loss and cfg.vocab > 4 * cfg.dim else ()
     return ChainConfig(steps=tuple(steps), extras=extras, ties=ties, outputs=outputs, joined=joined)
 
@@ -202,6 +226,7 @@ def decoder_x(
     length: int | None = None,
     cu_seqlens: Tensor | None = None,
     tokens: int | None = None,
+    choices: Tensor | None = None,
 ) -> WithExtras:
     """Make x of `decoder(cfg)`: ids [B, T], int64, with the rotary tables of q and k at `positions` ([T] or [B, T], default 0 to T
     - 1) for params of `dtype`, the `labels`, which are already shifted to the next tokens (-100: no label), and the `key` for the
@@ -209,8 +234,9 @@ def decoder_x(
     longrope) and whose config lacks it; by default T, or as far as `positions` reach, in each packed document by itself.
     `cu_seqlens`: the starts of packed documents and T, [N + 1], int32, from which positions count. `tokens`: how many of the T come
     before the padding, as `sum(map(len, documents))`; a mixture of experts requires it with `cu_seqlens`, as no router counts
-    padding. Raises `ValueError` or `TypeError` for a wrong shape or dtype, for a mixture's missing `tokens`, and
-    if such a rope gets positions on a device, which are not read, or of a part of a sequence.
+    padding. `choices`: the experts of each token by layer, [B, T, R, K] for R routers, or -1 in all places where a router chooses,
+    for `decoder(cfg, choices="given")`. Raises `ValueError` or `TypeError` for a wrong shape or dtype, for a mixture's missing
+    `tokens`, and if such a rope gets positions on a device, which are not read, or of a part of a sequence.
 
     >>> import torch
     >>> from funcops import RopeConfig, chain, random
@@ -240,6 +266,8 @@ def decoder_x(
         check("decoder_x", "key", key, (2,), torch.int64, ids)
     if length is not None:
         require_count("decoder_x", length=length)
+    if choices is not None:
+        _check_choices(cfg, choices, ids)
     wide = torch.promote_types(dtype, torch.float32)
     made: dict[str, Any] = {"positions": at}
     for name, turns in (("rotation", cfg.rope), ("local_rotation", cfg.local_rope)):
@@ -250,8 +278,15 @@ def decoder_x(
         made["temperature"] = (1 + strength * torch.log1p(torch.floor((at.to(wide) + 1) / period))).unsqueeze(-1)
     extras = {name: made[name] for name in _extras(cfg)}
     routed = None if cfg.moe is None or cu_seqlens is None else cu_seqlens.clamp(max=tokens)  # documents of padding become empty
-    given = (("cu_seqlens", cu_seqlens), ("documents", routed), ("labels", labels), ("key", key))
+    given = (("cu_seqlens", cu_seqlens), ("documents", routed), ("choices", choices), ("labels", labels), ("key", key))
     return WithExtras(ids, extras | {name: t for name, t in given if t is not None})
+
+
+def _check_choices(cfg: DecoderConfig, choices: Tensor, ids: Tensor) -> None:
+    if cfg.moe is None:
+        fail("decoder_x", "choices", "None without experts (cfg.moe)", describe(choices))
+    routers = sum(cfg.kind(i).sparse for i in range(cfg.layers))
+    check("decoder_x", "choices", choices, (*ids.shape, routers, cfg.moe.route.top_k), INDICES, ids)
 
 
 def _check_tokens(cfg: DecoderConfig, cu_seqlens: Tensor | None, tokens: int | None) -> None:
@@ -299,22 +334,53 @@ def _require_whole(right: bool, name: str) -> None:
     require(right, "decoder_x", "length", wanted, None)
 
 
-def _blocks(cfg: DecoderConfig, packed: bool, max_seqlen: int | None) -> tuple[list[Step], tuple[str, ...]]:
+def _blocks(cfg: DecoderConfig, packed: bool, max_seqlen: int | None, choices: str | None) -> tuple[list[Step], tuple[str, ...]]:
     """Make the layers, a `repeat` for each group, and the names of their routers' outputs."""
-    rows, steps = groups(cfg), []
+    rows, steps, router = groups(cfg), [], 0
     routers = iter(numbered("", sum(kind.sparse for row in rows for kind in row.kinds)))
     for name, row in zip(numbered("blocks", len(rows)), rows, strict=True):
-        parts = []
-        for j, kind in enumerate(row.kinds):
-            of = next(routers) if kind.sparse else None
-            given = () if of is None else (f"load{of}", f"loss{of}")
-            parts.append(Step(f"layer{j}", chain, block(cfg, kind, packed, max_seqlen), gives=given))
-        gives, body = tuple(n for part in parts for n in part.gives), parts[0].cfg
-        if len(parts) > 1:
-            extras = tuple(dict.fromkeys(n for part in parts for n in part.cfg.extras))
-            body = ChainConfig(steps=tuple(parts), extras=extras, outputs=gives)
-        steps.append(Step(name, repeat, RepeatConfig(chain, body, row.times), gives=gives))
+        names = [next(routers) if kind.sparse else None for kind in row.kinds]
+        routed = tuple([f"{output}{of}" for of in names if of is not None for output in _outputs(choices)])
+        bodies, replays = [], choices == "given" and any(kind.sparse for kind in row.kinds)
+        for _ in range(row.times if replays else 1):
+            parts = []
+            for j, (kind, of) in enumerate(zip(row.kinds, names, strict=True)):
+                own, given = (
+                    _with_choices(cfg, choices, router),
+                    () if of is None else tuple([f"{n}{of}" for n in _outputs(choices)]),
+                )
+                parts.append(Step(f"layer{j}", chain, block(own, kind, packed, max_seqlen), gives=given))
+                router += kind.sparse
+            body = parts[0].cfg
+            if len(parts) > 1:
+                extras = tuple(dict.fromkeys(n for part in parts for n in part.cfg.extras))
+                body = ChainConfig(steps=tuple(parts), extras=extras, outputs=routed)
+            bodies.append(body)
+        by_layer = tuple([(str(i), chain, body) for i, body in enumerate(bodies)]) if len(bodies) > 1 else ()
+        steps.append(Step(name, repeat, RepeatConfig(chain, bodies[0], row.times, bodies=by_layer), gives=routed))
     return steps, tuple(n for step in steps for n in step.gives)
+
+
+def _outputs(choices: str | None) -> tuple[str, ...]:
+    """The names of a router's outputs, before its number."""
+    return (*ROUTED, "indices") if choices == "saved" else ROUTED
+
+
+def _with_choices(cfg: DecoderConfig, choices: str | None, router: int) -> DecoderConfig:
+    """The config of a layer whose router, if it has one, is number `router`."""
+    if cfg.moe is None or choices is None:
+        return cfg
+    route = dataclasses.replace(cfg.moe.route, replays=router if choices == "given" else None)
+    return dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, route=route, saves=choices == "saved"))
+
+
+def choices_of(outputs: Any, cfg: DecoderConfig) -> Tensor:
+    """The choices [B, T, R, K] of the R routers of a decoder, in the order of its layers, from its outputs by name."""
+    names = iter(numbered("indices", sum(kind.sparse for row in groups(cfg) for kind in row.kinds)))
+    found = [
+        torch.stack([outputs[next(names)] for _ in of], 1) for row in groups(cfg) if (of := [k for k in row.kinds if k.sparse])
+    ]
+    return torch.cat([part.flatten(0, 1) for part in found]).movedim(0, 2)  # a group's are [times, its routers, B, T, K]
 
 
 def block(cfg: DecoderConfig, kind: Kind, packed: bool = False, max_seqlen: int | None = None) -> ChainConfig:

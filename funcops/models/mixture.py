@@ -32,13 +32,15 @@ ROUTED = ("load", "loss")
 class MoEConfig:
     """How tokens are routed, and the experts. `shared`: the hidden size of an MLP that every token goes through besides, with the
     experts' gated unit, 0 for none; `shared_gate`: whether its output is multiplied by a gate of its own; `gate_bias`: whether the
-    router's linear layer has a bias; `dense`: the layers of a decoder that have an MLP instead of a mixture."""
+    router's linear layer has a bias; `saves`: whether the router's indices are an output, too; `dense`: the layers of a decoder
+    that have an MLP instead of a mixture."""
 
     route: RouteConfig
     experts: ExpertsConfig
     shared: int = 0
     shared_gate: bool = False
     gate_bias: bool = False
+    saves: bool = False
     dense: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -57,7 +59,8 @@ class MoEConfig:
 def moe(cfg: MoEConfig) -> ChainConfig:
     """Make the chain of a mixture: x, y: [*, H], and with y the router's `load` [E] and `loss` [] (`route`). With jitter it takes
     the extra `key`, and if it is packed the extra `documents`, the router's `cu_seqlens`: a token of no document goes through no
-    expert, only through a shared MLP. Params: `gate`, `route` and `experts`; with a shared MLP these are in `moe.routed`, and its
+    expert, only through a shared MLP. A router that `replays` adds the extra `choices`, [*, R, K]; with `saves` there is the output
+    `indices`, [*, K] int32. Params: `gate`, `route` and `experts`; with a shared MLP these are in `moe.routed`, and its
     `up` and `down` in `moe.shared`; with a gate of its own in `moe.shared.gated.mlp`, beside `moe.shared.gated.gate`. Raises
     `TypeError` if `cfg` is not a MoEConfig.
 
@@ -71,18 +74,20 @@ def moe(cfg: MoEConfig) -> ChainConfig:
     (['in', 'gate', 'route', 'experts'], torch.Size([3, 8]), 6)
     """
     require_type("moe", "cfg", cfg, MoEConfig)
-    extras = (*(("key",) if cfg.route.jitter else ()), *(("documents",) if cfg.route.packed else ()))
+    there = {"key": cfg.route.jitter, "documents": cfg.route.packed, "choices": cfg.route.replays is not None}
+    extras = tuple([name for name, value in there.items() if value])
+    outputs = (*ROUTED, "indices") if cfg.saves else ROUTED
     steps = (
         Step("in", fork, ForkConfig(), gives=("tokens",)),
         Step("gate", linear, LinearConfig(cfg.experts.dim, cfg.route.experts, bias=cfg.gate_bias)),
         Step("route", route, cfg.route, takes=extras, gives=("indices", *ROUTED)),
         Step("experts", experts, cfg.experts, takes=("tokens", "indices")),
     )
-    routed = ChainConfig(steps=steps, extras=extras, outputs=ROUTED)
+    routed = ChainConfig(steps=steps, extras=extras, outputs=outputs)
     if not cfg.shared:
         return routed
     both = ParallelConfig(branches=(Step("routed", chain, routed), Step("shared", chain, _shared(cfg))))
-    return ChainConfig(steps=(Step("moe", parallel, both), Step("sum", add, AddConfig())), extras=extras, outputs=ROUTED)
+    return ChainConfig(steps=(Step("moe", parallel, both), Step("sum", add, AddConfig())), extras=extras, outputs=outputs)
 
 
 def _shared(cfg: MoEConfig) -> ChainConfig:

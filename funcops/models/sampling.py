@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from funcops.engine.backend.declare import readable
 from funcops.engine.contract.configs import config
 from funcops.engine.errors import FLOATS, check, fail, require, require_number, require_type
 from funcops.library.kernels.cross_entropy import cross_entropy_fwd
+from funcops.library.kernels.entropy import entropy_fwd
 from funcops.library.ops._ids import check_ids
 
 __all__ = ["Sampled", "SamplingConfig", "log_probabilities", "sample"]
@@ -54,7 +55,9 @@ class SamplingConfig:
 
 
 class Sampled(NamedTuple):
-    """Tokens [B], int64, and the logarithms of their probabilities [B], float32 (float64 for float64), as `generate` yields them.
+    """Tokens [B], int64, and the logarithms of their probabilities [B], float32 (float64 for float64), as `generate` yields them;
+    if asked for, also the model's `entropy` [B] before a token, and the `choices` [B, T, R, K] of the R routers for the tokens that
+    the model took since the last one: the prompt's with the first, then one; -1 for padding, and for a row that has ended.
 
     >>> import torch
     >>> from funcops.models import Sampled, log_probabilities
@@ -65,6 +68,8 @@ class Sampled(NamedTuple):
 
     tokens: Tensor
     log_probabilities: Tensor
+    entropy: Tensor | None = None
+    choices: Tensor | None = None
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -84,10 +89,21 @@ def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
         fail(where, "logits", "[*, V]", list(logits.shape))
     check(where, "tokens", tokens, tuple(logits.shape[:-1]), torch.int64, logits)
     check_ids(where, "tokens", tokens, logits.shape[-1] - 1)
+    return _by_rows(cross_entropy_fwd, logits, tokens)[0].neg()
+
+
+def _by_rows(kernel: Any, logits: Tensor, tokens: Tensor) -> list[Tensor]:
+    """The results of a kernel of losses, in the shape of tokens."""
     rows, of_rows = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1)
     if len(rows) == 1:  # one row alone torch adds up in parts, by threads
         rows, of_rows = rows.expand(2, -1), of_rows.expand(2)
-    return cross_entropy_fwd(rows, of_rows, 0.0, -100, 0.0)[0][: tokens.numel()].neg().view(tokens.shape)
+    return [t[: tokens.numel()].view(*tokens.shape, *t.shape[1:]) for t in kernel(rows, of_rows, 0.0, -100, 0.0)]
+
+
+def sampled(logits: Tensor, tokens: Tensor, entropy: bool) -> Sampled:
+    """The values that `generate` yields with tokens drawn from logits [B, V], in one pass over these."""
+    losses, _, *entropies = _by_rows(entropy_fwd if entropy else cross_entropy_fwd, logits, tokens)
+    return Sampled(tokens, losses.neg(), *entropies)
 
 
 def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig, seen: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from funcops import CrossEntropyConfig, cross_entropy, cross_entropy_fwd
+from funcops import CrossEntropyConfig, cross_entropy, cross_entropy_dgrad, cross_entropy_fwd
 from funcops.testing import Case, Error
 
 
@@ -13,6 +13,9 @@ def loss(logits, labels, cfg):
     rows = F.cross_entropy(flat, ids, reduction="none", **options)
     counts = ids != cfg.ignore_index
     rows = rows + torch.where(counts, cfg.z_loss * flat.logsumexp(-1) ** 2, 0.0)
+    if cfg.entropy:
+        entropies = torch.distributions.Categorical(logits=flat).entropy() * counts
+        return rows.reshape(labels.shape), entropies.reshape(labels.shape)
     if cfg.reduction == "none":
         return rows.reshape(labels.shape)
     return rows.sum() if cfg.reduction == "sum" else rows.sum() / counts.sum()
@@ -45,6 +48,8 @@ CASES = [
     case((4,), 6, ignored=True, reduction="none", label_smoothing=0.3, z_loss=0.1),
     case((0,), 4, reduction="sum"),
     case((0,), 4, reduction="none"),
+    case((2, 3), 37, ignored=True, reduction="none", entropy=True),
+    case((5,), 64, reduction="none", entropy=True, label_smoothing=0.2, z_loss=0.05),
 ]
 
 
@@ -56,14 +61,26 @@ def drawn(draw):
         z_loss=draw(st.sampled_from([0.0, 0.05])),
         reduction=draw(st.sampled_from(["mean", "sum", "none"])),
     )
+    options["entropy"] = options["reduction"] == "none" and draw(st.booleans())
     return case(rows, draw(st.integers(1, 9)), **options)
 
 
-X = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
+X, BOTH = (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)), CrossEntropyConfig(reduction="none", entropy=True)
 ERRORS = [
     Error(call=lambda: CrossEntropyConfig(label_smoothing=1.0), match="CrossEntropyConfig: label_smoothing must be in [0, 1)"),
     Error(call=lambda: CrossEntropyConfig(reduction="avg"), match="CrossEntropyConfig: reduction must be 'mean'"),
     Error(call=lambda: CrossEntropyConfig(z_loss=-1.0), match="CrossEntropyConfig: z_loss must be at least 0"),
+    Error(
+        call=lambda: CrossEntropyConfig(entropy=True),
+        match="CrossEntropyConfig: reduction must be 'none' with entropy, as each row has its own, got mean",
+    ),
+    *[
+        Error(call=lambda dy=dy: cross_entropy_dgrad(cross_entropy_fwd(None, X, BOTH)[1], dy, BOTH), match=match, error=error)
+        for dy, match, error in (
+            (X[0][:, 0], "cross_entropy_dgrad: dy must be a tuple (dloss, dentropy), as cfg.entropy says", TypeError),
+            ((None, X[0]), "cross_entropy_dgrad: dy.1 (dentropy) must be [2], got [2, 4]", ValueError),
+        )
+    ],
     Error(
         call=lambda: cross_entropy_fwd(None, (X[0], torch.zeros(3, dtype=torch.int64)), CrossEntropyConfig()),
         match="cross_entropy_fwd: x.1 (labels) must be [2], got [3]",

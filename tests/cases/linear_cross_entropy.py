@@ -37,6 +37,7 @@ CASES = [
     case((2,), 1, 1, reduction="sum"),
     case((3, 2), 4, 9, softcap=1.5, chunk_bytes=200),  # two rows a chunk, two classes
     case((4,), 3, 6, reduction="none", chunk_bytes=40),
+    case((3, 2), 4, 9, softcap=1.5, reduction="none", entropy=True, chunk_bytes=200),
     case((0,), 3, 4, reduction="sum"),
     case((3, 5), 4, 7, chunk_bytes=200, gradient="forward"),  # seven rows a chunk
     case((4,), 3, 6, softcap=1.5, reduction="sum", z_loss=0.01, gradient="forward"),
@@ -51,6 +52,7 @@ def drawn(draw):
         chunk_bytes=draw(st.sampled_from([1, 200, 2**20])),
         reduction=draw(st.sampled_from(["mean", "sum", "none"])),
     )
+    options["entropy"] = options["reduction"] == "none" and draw(st.booleans())
     if options["reduction"] != "none":
         options["gradient"] = draw(st.sampled_from(["backward", "forward"]))
     return case(rows, draw(st.integers(1, 5)), draw(st.integers(1, 9)), **options)

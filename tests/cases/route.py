@@ -31,14 +31,18 @@ def in_time(indices, cfg):
 
 def of_documents(params, x, cfg):
     """The reference of each document, without the padding: rows one by one, the first loss of each document, the second of all."""
-    (logits, ends), plain = x, dataclasses.replace(cfg, packed=False, sequence_wise=False)
+    (logits, ends, *given), plain = x, dataclasses.replace(cfg, packed=False, sequence_wise=False)
     rows = logits[0, : int(ends[-1])]
-    weights, indices, load, loss = reference(params, rows, plain)
+
+    def alone(a, b, cfg):
+        return reference(params, (rows[a:b], given[0][0, a:b]) if given else rows[a:b], cfg)
+
+    weights, indices, load, loss = alone(0, len(rows), plain)
     if cfg.sequence_wise:
         one, every = dataclasses.replace(plain, z=0.0, capacity=None), dataclasses.replace(plain, aux=0.0)
-        documents = [rows[a:b] for a, b in zip(ends.tolist(), ends.tolist()[1:], strict=False) if a < b]
-        losses = [reference(params, each, one)[3] for each in documents]
-        loss = sum(losses, reference(params, rows, every)[3] * max(len(losses), 1)) / max(len(losses), 1)
+        documents = [(a, b) for a, b in zip(ends.tolist(), ends.tolist()[1:], strict=False) if a < b]
+        losses = [alone(a, b, one)[3] for a, b in documents]
+        loss = sum(losses, alone(0, len(rows), every)[3] * max(len(losses), 1)) / max(len(losses), 1)
     padding = logits.shape[1] - len(rows)
     weights = torch.cat((weights, 0 * weights.new_ones(padding, cfg.top_k)))
     indices = torch.cat((indices, torch.full((padding, cfg.top_k), cfg.experts, dtype=torch.int32)))
@@ -48,7 +52,7 @@ def of_documents(params, x, cfg):
 def reference(params, x, cfg):
     if cfg.packed:
         return of_documents(params, x, cfg)
-    logits = x
+    logits, given = x if cfg.replays is not None else (x, None)
     if cfg.jitter:
         t, key = x
         words = random.bits(key, t.numel()).reshape(t.shape).double() / 2**32
@@ -57,6 +61,9 @@ def reference(params, x, cfg):
     by_score = cfg.bias or cfg.groups > 1
     preferred = (s + params.bias if cfg.bias else s) if by_score else logits
     indices = chosen(preferred.detach(), cfg)
+    if given is not None:
+        own = given[..., cfg.replays, :].long()
+        indices = torch.where(own < 0, indices, own)
     of_chosen = s.gather(-1, indices)
     weights = of_chosen / of_chosen.sum(-1, keepdim=True) if cfg.normalize else of_chosen
     onehot = torch.nn.functional.one_hot(indices, cfg.experts).double()
@@ -80,9 +87,15 @@ def case(rows, experts, top_k, ends=None, **options):
 
     def x(d):
         t = d.randn(*rows, experts)
-        if cfg.packed:
-            return t, torch.tensor(ends, dtype=torch.int32)
+        if cfg.packed or cfg.replays is not None:
+            documents = (torch.tensor(ends, dtype=torch.int32),) if cfg.packed else ()
+            return t, *documents, *((given(d),) if cfg.replays is not None else ())
         return (t, d.key()) if cfg.jitter else t
+
+    def given(d):
+        """For 2 routers more than there need be: for a third of the tokens none, for the others different experts."""
+        choices = d.rand(*rows, 2 + cfg.replays, experts).argsort(-1)[..., :top_k]
+        return choices.masked_fill(d.rand(*choices.shape[:-1], 1) < 1 / 3, -1).to(torch.int32)
 
     def params(d):
         return RouteParams(d.randn(experts) / 4 if cfg.bias else None)
@@ -90,7 +103,8 @@ def case(rows, experts, top_k, ends=None, **options):
     name = f"route-{list(rows)}-{ends or ''}{experts}-{top_k}-" + ",".join(f"{k}={v}" for k, v in options.items())
     one = experts == 1 or (top_k == 1 and cfg.normalize)  # a softmax, or a share, of one: its gradient is 0
     cancels = ("x",) if one else ()
-    free = ("x.1",) if cfg.packed else ()  # any number of documents
+    parts = (cfg.packed, cfg.replays is not None)
+    free = tuple(f"x.{i + 1}" for i in range(sum(parts)))  # any number of documents, and of routers
     return Case(op=route, cfg=cfg, x=x, params=params, reference=reference, name=name, cancels=cancels, casts=True, free=free)
 
 
@@ -118,6 +132,10 @@ CASES = [
     case((1, 9), 8, 3, [0, 3, 3, 7], sequence_wise=True, **LOSSES),
     case((1, 7), 6, 2, [0, 2, 5], score="sigmoid", capacity=0.7, **LOSSES),
     case((1, 6), 16, 4, [0, 5, 6], **DEEPSEEK),
+    case((2, 5), 8, 3, replays=1, **LOSSES),
+    case((7,), 6, 2, replays=0, score="sigmoid", bias=True),
+    case((2, 3), 5, 2, replays=2, normalize=False, capacity=0.6),
+    case((1, 7), 8, 2, [0, 3, 5], replays=0, score="sigmoid", normalize=False, sequence_wise=True, **LOSSES),
 ]
 
 
@@ -142,11 +160,40 @@ def drawn(draw):
         z=draw(st.sampled_from([0.0, 0.1])),
         capacity=draw(st.sampled_from([None, 0.5, 1.25])),
         sequence_wise=len(rows) == 2 and draw(st.booleans()),
+        replays=draw(st.sampled_from([None, None, 0, 1])),
     )
 
 
 LOGITS, ROUTED, ENDS = torch.ones(3, 4), RouteConfig(4, 2), torch.tensor([0, 2], dtype=torch.int32)
+REPLAYED, TAKEN = RouteConfig(4, 2, replays=1), torch.zeros(3, 2, 2, dtype=torch.int64)
+TAKEN[..., 1] = 1
+
+
+def taken(*others):
+    """Choices whose second router has other ones for its second token."""
+    choices = TAKEN.clone()
+    choices[1, 1] = torch.tensor(others)
+    return choices
+
+
 ERRORS = [
+    Error(call=lambda: RouteConfig(4, 2, replays=-1), match="RouteConfig: replays must be None or at least 0, got -1"),
+    Error(call=lambda: RouteConfig(4, 2, replays=0, jitter=0.1), match="RouteConfig: jitter must be 0 with replays"),
+    *[
+        Error(call=lambda x=x: route_fwd(RouteParams(), x, REPLAYED), match=match, error=error)
+        for x, match, error in (
+            (LOGITS, "route_fwd: x must be a tuple (logits, choices), as cfg.replays says", TypeError),
+            ((LOGITS, TAKEN.float()), "route_fwd: x.1 (choices) must be int32 or int64, got float32", TypeError),
+            ((LOGITS, TAKEN[:, 1]), "x.1 (choices) must be [3, R, 2] with R above 1, got [3, 2]", ValueError),
+            ((LOGITS, TAKEN[:, :1]), "x.1 (choices) must be [3, R, 2] with R above 1, got [3, 1, 2]", ValueError),
+            ((LOGITS, TAKEN[:2]), "x.1 (choices) must be [3, R, 2] with R above 1, got [2, 2, 2]", ValueError),
+            ((LOGITS, TAKEN[..., :1]), "x.1 (choices) must be [3, R, 2] with R above 1, got [3, 2, 1]", ValueError),
+            ((LOGITS, taken(0, 4)), "x.1 (choices) must be experts from 0 to 3, or -1 where a router chooses, got 4", IndexError),
+            ((LOGITS, taken(-2, -2)), "(choices) must be experts from 0 to 3, or -1 where a router chooses, got -2", IndexError),
+            ((LOGITS, taken(3, 3)), "x.1 (choices) must be 2 different experts for each token, or -1 in all places", ValueError),
+            ((LOGITS, taken(3, -1)), "different experts for each token, or -1 in all places, got [3, -1] of token 1", ValueError),
+        )
+    ],
     Error(call=lambda: RouteConfig(4, 5), match="RouteConfig: top_k must be at most experts, 4, got 5"),
     Error(call=lambda: RouteConfig(4, 0), match="RouteConfig: top_k must be at least 1, got 0"),
     Error(call=lambda: RouteConfig(6, 2, groups=4), match="RouteConfig: groups must be a number that divides experts, 6, got 4"),

@@ -59,6 +59,14 @@ def test_gradients_in_the_forward(sequence):
     check_dist(dist.vocab_linear_cross_entropy, loss, sizes=(1, 2))
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_entropies_over_ranks(sequence):
+    options = dict(reduction="none", entropy=True)
+    check_dist(dist.vocab_cross_entropy, vocab_cross_entropy((3, 2), 2, **options, label_smoothing=0.1), sizes=(1, 2, 4))
+    loss = vocab_linear_cross_entropy((1, 2), 3, 2, sequence, 200, 1.5, z_loss=0.05, **options)
+    check_dist(dist.vocab_linear_cross_entropy, loss, sizes=(1, 2))
+
+
 DRAWN = given(ROWS, SMALL, SMALL, st.booleans(), st.booleans(), st.sampled_from((100, 600, 2**20)), OPTIONS)
 
 

@@ -168,11 +168,13 @@ def vocab_embedding(rows, vocab, dim, padding, sequence):
     )
 
 
-def loss(logits, labels, label_smoothing=0.0, ignore_index=-100, z_loss=0.0, reduction="mean"):
+def loss(logits, labels, label_smoothing=0.0, ignore_index=-100, z_loss=0.0, reduction="mean", entropy=False):
     flat, ids = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     counts = ids != ignore_index
     found = F.cross_entropy(flat, ids, reduction="none", label_smoothing=label_smoothing, ignore_index=ignore_index)
     found = (found + z_loss * flat.logsumexp(-1).square() * counts).reshape(labels.shape)
+    if entropy:
+        return found, (torch.distributions.Categorical(logits=flat).entropy() * counts).reshape(labels.shape)
     return found if reduction == "none" else found.sum() / (counts.sum() if reduction == "mean" else 1)
 
 
@@ -190,7 +192,7 @@ def vocab_cross_entropy(rows, vocab, **options):
         x=lambda d: (3 * d.randn(*rows, vocab), some_labels(d, vocab, rows, **options)),
         reference=lambda params, x, n: loss(*x, **options),
         placed_x=(Placed("shard", -1), INVARIANT),
-        placed_y=INVARIANT,
+        placed_y=(INVARIANT, INVARIANT) if options.get("entropy") else INVARIANT,
         name=f"{rows}-{vocab}-{options}",
     )
 
@@ -210,7 +212,7 @@ def vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, softca
         params=lambda d: LinearCrossEntropyParams(d.randn(vocab, width)),
         reference=reference,
         placed_x=(sequence_or_whole(sequence), INVARIANT),
-        placed_y=INVARIANT,
+        placed_y=(INVARIANT, INVARIANT) if options.get("entropy") else INVARIANT,
         placed_params=LinearCrossEntropyParams(SHARD),
         name=f"{rows}-{width}-{vocab}-sequence={sequence}-{chunk_bytes}-{softcap}-{gradient}-{options}",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ def latent() -> dict[str, Any]:
 
 
 def sparse() -> dict[str, Any]:
-    return dict(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 4, 3), shared=2, shared_gate=True, gate_bias=True, dense=(0,))
+    return dict(
+        route=RouteConfig(4, 2), experts=ExpertsConfig(4, 4, 3), shared=2, shared_gate=True, gate_bias=True, saves=True, dense=(0,)
+    )
 
 
 def params() -> Any:
@@ -81,6 +84,8 @@ def generating() -> dict[str, Any]:
         "chunk": 3,
         "model": models.decoder(LLAMA),
         "log_probabilities": True,
+        "entropy": True,
+        "choices": False,
     }
 
 
@@ -106,7 +111,9 @@ MODELS = {
     "models.pack": Row(lambda: {"documents": [torch.arange(3), torch.arange(1)], "length": 6, "count": 4, "max_seqlen": 3}),
     "models.decoder_x": Row(
         lambda: {
-            "cfg": LLAMA,
+            "cfg": dataclasses.replace(
+                LLAMA, moe=models.MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, LLAMA.dim, 3))
+            ),
             "ids": IDS,
             "dtype": torch.float32,
             "positions": torch.arange(3),
@@ -115,8 +122,9 @@ MODELS = {
             "length": 4,
             "cu_seqlens": None,
             "tokens": None,
+            "choices": torch.zeros((*IDS.shape, LLAMA.layers, 2), dtype=torch.int32),
         },
-        {"ids": (IDS[0],)},
+        {"ids": (IDS[0],), "choices": (torch.zeros((*IDS.shape, 2), dtype=torch.int32),)},
         {("ids", "int64[2, 3]"): "one tensor may be anywhere"},
     ),
     "models.SamplingConfig": Row(

@@ -253,6 +253,18 @@ def cross_entropy_with_gradient(d):
     return dloss, d.owned(*logits.shape), labels, *options
 
 
+def entropy_bwd(d):
+    dloss, logits, labels, lse, *options = cross_entropy_bwd(d)
+    wide_of_row = [d.floats(len(labels), dtype=lse.dtype) for _ in range(3)]
+    return wide_of_row[0], wide_of_row[1], logits, labels, lse, wide_of_row[2], *options
+
+
+def entropy_bwd_owned(d):
+    _, logits, labels, lse, *options = cross_entropy_bwd_owned(d)
+    wide_of_row = [d.floats(len(labels), dtype=lse.dtype) for _ in range(3)]
+    return wide_of_row[0], wide_of_row[1], logits, labels, lse, wide_of_row[2], *options
+
+
 def embedding_wgrad(d):
     rows, vocab = d.rows(), d.randint(1, 9)
     padding = d.choice((-1, d.randrange(vocab)))
@@ -316,6 +328,8 @@ DRAW = {
         cross_entropy_bwd,
         cross_entropy_bwd_owned,
         cross_entropy_with_gradient,
+        entropy_bwd,
+        entropy_bwd_owned,
         embedding_wgrad,
         embedding_wgrad_into,
         glu_bwd,
@@ -326,7 +340,7 @@ DRAW = {
         softmax_fwd,
         softmax_bwd,
     )
-} | {"adamw": optimiser_step}
+} | {"adamw": optimiser_step, "entropy_fwd": cross_entropy_fwd}
 
 
 def test_every_kernel_is_held_to_a_formula():

@@ -10,7 +10,18 @@ import triton.language as tl
 
 from funcops import RopeConfig, random, rope_table
 from funcops.engine.backend import backend
-from funcops.library.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, qkv_split, rope
+from funcops.library.kernels import (
+    add_norm,
+    bias_activation,
+    cross_entropy,
+    embedding,
+    entropy,
+    glu,
+    norm,
+    pointwise,
+    qkv_split,
+    rope,
+)
 from funcops.library.kernels.activation import activation_bwd, activation_fwd
 from funcops.library.kernels.triton import norm as launches
 from funcops.library.kernels.triton import norm_odd
@@ -48,6 +59,25 @@ def losses(rng, rows, width, dtype):
     got, want = both(cross_entropy.cross_entropy_fwd, logits, labels, *options)
     yield got, want
     yield both(cross_entropy.cross_entropy_bwd, torch.rand(rows), logits, labels, want[1], *options)
+
+
+def entropies(rng, rows, width, dtype):
+    """Beside a class that is never drawn; the losses have the bits of those without entropies."""
+    logits, labels = floats(rows, width, dtype=dtype), torch.randint(width, (rows,))
+    logits[rng.randrange(rows), rng.randrange(width)] = -float("inf") if width > 1 else 0.0
+    labels = logits.argmax(1).where(torch.rand(rows) < 0.8, torch.tensor(-100))
+    options = 0.0, -100, rng.choice([0.0, 1e-3])
+    got, want = both(entropy.entropy_fwd, logits, labels, *options)
+    yield got, want
+    with backend("triton"):
+        assert all(map(torch.equal, got[:2], cross_entropy.cross_entropy_fwd(logits, labels, *options)))
+    args = torch.rand(rows), torch.randn(rows), logits, labels, want[1], want[2], 0.0, -100, 1e-3
+    yield both(entropy.entropy_bwd, *args)
+    owned = logits.clone(), logits.clone()
+    for name, t in zip(("triton", "torch"), owned, strict=True):
+        with backend(name):
+            entropy.entropy_bwd_owned(*args[:2], t, *args[3:], 0, width)
+    yield owned
 
 
 def losses_with_gradients(rng, rows, width, dtype):
@@ -99,7 +129,7 @@ def gates(rng, rows, width, dtype):
 @pytest.mark.turns("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "kernels", [losses, losses_with_gradients, gradients_in_place, sums, dropped, gates], ids=lambda f: f.__name__
+    "kernels", [losses, entropies, losses_with_gradients, gradients_in_place, sums, dropped, gates], ids=lambda f: f.__name__
 )
 def test_rows_of_any_length(kernels, dtype):
     rng = draws.Random(kernels.__name__ + str(dtype))

@@ -27,6 +27,7 @@ communication. Kept: logits and labels, aliases, and lse, two numbers: 8 bytes a
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any
 
 from torch import Tensor
 
@@ -38,8 +39,9 @@ from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.library.kernels import cross_entropy as kernels
+from funcops.library.kernels.entropy import entropy_bwd, entropy_fwd
 from funcops.library.ops._ids import check_ids
-from funcops.library.ops._loss import check_options, check_pair, reduce_losses, row_gradient
+from funcops.library.ops._loss import check_options, check_pair, reduce_losses, slopes_of
 
 __all__ = ["VocabCrossEntropyConfig", "VocabCrossEntropyResiduals"]
 __all__ += ["vocab_cross_entropy", "vocab_cross_entropy_bwd", "vocab_cross_entropy_dgrad"]
@@ -48,13 +50,15 @@ __all__ += ["vocab_cross_entropy_fwd", "vocab_cross_entropy_init", "vocab_cross_
 
 @config
 class VocabCrossEntropyConfig(OpConfig):
-    """`axis`: the axis that shards the classes. `reduction`: "mean" (over the rows that count), "sum" or "none"."""
+    """`axis`: the axis that shards the classes. `reduction`: "mean" (over the rows that count), "sum" or "none".
+    `entropy` as in `CrossEntropyConfig`."""
 
     axis: Axis = field(kw_only=False)
     label_smoothing: float = 0.0
     ignore_index: int = -100
     z_loss: float = 0.0
     reduction: str = "mean"
+    entropy: bool = False
 
     def __post_init__(self) -> None:
         require_axis("VocabCrossEntropyConfig", self.axis)
@@ -66,12 +70,13 @@ class VocabCrossEntropyResiduals(Residuals, static=("inputs",)):
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD, of=("x.0",))
     logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD, of=("x.0",))
     count: Tensor | None = saved("[]", needed_by=DGRAD, of=("x.0",))
+    entropy: Tensor | None = saved("[*]", alias="y.1", needed_by=DGRAD, of=("x.0",))
 
 
 @forward(VocabCrossEntropyConfig)
 def vocab_cross_entropy_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: VocabCrossEntropyConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, VocabCrossEntropyResiduals | None]:
+) -> tuple[Any, VocabCrossEntropyResiduals | None]:
     """x: `(logits, labels)` -> y. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device; on the CPU `IndexError`
     for a label outside [0, V) other than ignore_index."""
     logits, labels = check_pair("vocab_cross_entropy_fwd", x, None, "logits")
@@ -80,37 +85,36 @@ def vocab_cross_entropy_fwd(
     check_ids("vocab_cross_entropy_fwd", "x.1 (labels)", labels, most, but=cfg.ignore_index)
     rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if cfg.axis.size == 1:
-        losses, lse = kernels.cross_entropy_fwd(rows, flat, cfg.label_smoothing, cfg.ignore_index, cfg.z_loss)
+        forward = entropy_fwd if cfg.entropy else kernels.cross_entropy_fwd
+        losses, lse, *others = forward(rows, flat, cfg.label_smoothing, cfg.ignore_index, cfg.z_loss)
     else:
-        losses, lse = losses_of_rows(parts_of_rows(rows, flat, cfg), flat, cfg)
+        losses, lse, *others = losses_of_rows(parts_of_rows(rows, flat, cfg), flat, cfg)
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
+    lse, own = lse.reshape(*labels.shape, 2), others[0].reshape(labels.shape) if cfg.entropy else None
     kept = VocabCrossEntropyResiduals.keep(
-        cfg, needs, logits=logits, labels=labels, logsumexp=lse.reshape(*labels.shape, 2), count=count, inputs=Inputs.of(x)
+        cfg, needs, logits=logits, labels=labels, logsumexp=lse, count=count, entropy=own, inputs=Inputs.of(x)
     )
-    return y, kept
+    return (y, own) if cfg.entropy else y, kept
 
 
 @dgrad_of(VocabCrossEntropyResiduals)
 def vocab_cross_entropy_dgrad(
-    residuals: VocabCrossEntropyResiduals, dy: Tensor, cfg: VocabCrossEntropyConfig
+    residuals: VocabCrossEntropyResiduals, dy: Any, cfg: VocabCrossEntropyConfig
 ) -> tuple[tuple[Tensor, None], None]:
     """`(dlogits, None)`, for this rank's classes. No params, so pending is None."""
     if not residuals.needs.input(0):
         return residuals.nothing(), None
     logits, labels, axis = residuals.logits, residuals.labels, cfg.axis
-    dloss = row_gradient("vocab_cross_entropy_dgrad", dy, labels, logits.dtype, residuals.count, cfg)
+    dloss, dentropy = slopes_of("vocab_cross_entropy_dgrad", dy, labels, logits.dtype, residuals.count, cfg)
     classes = logits.shape[-1]
-    d = kernels.cross_entropy_bwd(
-        dloss.reshape(-1) if dloss.dim() else dloss,
-        logits.reshape(-1, classes),
-        labels.reshape(-1),
-        residuals.logsumexp.reshape(-1, 2),
-        cfg.label_smoothing,
-        cfg.ignore_index,
-        cfg.z_loss,
-        axis.rank * classes,
-        axis.size * classes,
-    )
+    slope, rows = dloss.reshape(-1) if dloss.dim() else dloss, logits.reshape(-1, classes)
+    of_row = labels.reshape(-1), residuals.logsumexp.reshape(-1, 2)
+    options = cfg.label_smoothing, cfg.ignore_index, cfg.z_loss, axis.rank * classes, axis.size * classes
+    if dentropy is None:
+        d = kernels.cross_entropy_bwd(slope, rows, *of_row, *options)
+    else:
+        assert residuals.entropy is not None
+        d = entropy_bwd(slope, dentropy.reshape(-1), rows, *of_row, residuals.entropy.reshape(-1), *options)
     return residuals.inputs.make((d.reshape(logits.shape), None)), None
 
 

@@ -48,7 +48,7 @@ from funcops.engine.contract.op import bwd_of, config, dgrad_of, forward, init_o
 from funcops.engine.contract.schema import DGRAD, WGRAD, Inputs, Residuals, saved
 from funcops.library.fused.linear_cross_entropy import for_linear_params, made_by
 from funcops.library.ops._ids import check_ids
-from funcops.library.ops._loss import check_options, check_pair, reduce_losses
+from funcops.library.ops._loss import Slopes, check_options, check_pair, reduce_losses
 from funcops.library.ops.linear_cross_entropy import (
     LinearCrossEntropyConfig,
     LinearCrossEntropyGradients,
@@ -61,6 +61,7 @@ from funcops.library.ops.linear_cross_entropy import (
     check_gradient,
     check_sizes,
     dgrad_by,
+    entropy_of,
     gradients_kept,
     kept_by,
     linear_cross_entropy_init,
@@ -80,8 +81,8 @@ __all__ += ["vocab_linear_cross_entropy_fwd", "vocab_linear_cross_entropy_init",
 @config
 class VocabLinearCrossEntropyConfig(OpConfig):
     """`in_features` (I) and `vocab` (V) of all ranks, a multiple of the size of `axis`. `sequence_parallel`: x is sharded along
-    its first dimension. `chunk_bytes` bounds the logits that exist at a time on a rank, counted in float32. `gradient` as in
-    `LinearCrossEntropyConfig`."""
+    its first dimension. `chunk_bytes` bounds the logits that exist at a time on a rank, counted in float32. `gradient` and
+    `entropy` as in `LinearCrossEntropyConfig`."""
 
     in_features: int = field(kw_only=False)
     vocab: int = field(kw_only=False)
@@ -94,6 +95,7 @@ class VocabLinearCrossEntropyConfig(OpConfig):
     sequence_parallel: bool = True
     chunk_bytes: int = 128 * 2**20
     gradient: str = "backward"
+    entropy: bool = False
 
     def __post_init__(self) -> None:
         where = "VocabLinearCrossEntropyConfig"
@@ -113,6 +115,7 @@ class VocabLinearCrossEntropyConfig(OpConfig):
             softcap=self.softcap,
             chunk_bytes=self.chunk_bytes,
             gradient=self.gradient,
+            entropy=self.entropy,
         )
         object.__setattr__(self, "own", own)
 
@@ -133,6 +136,7 @@ class VocabLinearCrossEntropyResiduals(Residuals, static=("inputs",)):
     weight: Tensor = saved("[V/n, I]", alias="params.weight", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
+    entropy: Tensor | None = saved("[*]", alias="y.1", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
 
 
 class VocabLinearCrossEntropyPending(LinearCrossEntropyPending):
@@ -154,7 +158,7 @@ def vocab_linear_cross_entropy_init(
 @forward(VocabLinearCrossEntropyConfig, LinearCrossEntropyParams)
 def vocab_linear_cross_entropy_fwd(
     params: LinearCrossEntropyParams, x: tuple[Tensor, Tensor], cfg: VocabLinearCrossEntropyConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, VocabLinearCrossEntropyResiduals | LinearCrossEntropyGradients | None]:
+) -> tuple[Any, VocabLinearCrossEntropyResiduals | LinearCrossEntropyGradients | None]:
     """x: `(x, labels)`, x: [m, *, I] and labels: [n m, *] (without `sequence_parallel`: [*, I] and [*]) -> y.
 
     Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
@@ -170,15 +174,17 @@ def vocab_linear_cross_entropy_fwd(
         y, count = reduce_losses(losses, labels, cfg)
         return y, gradients_kept(cfg, needs, None if dx is None else _summed(dx, labels, cfg), dw, count, x)
     if cfg.axis.size == 1:
-        losses, lse = losses_of_chunks(rows, flat, weight, own)
+        losses, lse, *others = losses_of_chunks(rows, flat, weight, own)
     else:
         parts = [parts_of_rows(logits_of(rows[c], weight, cfg.softcap), flat[c], cfg) for c in own.row_chunks(rows.shape[0])]
-        losses, lse = losses_of_rows(torch.cat(parts, 1), flat, cfg) if parts else losses_of_chunks(rows, flat, weight, own)
+        whole = losses_of_rows(torch.cat(parts, 1), flat, cfg) if parts else losses_of_chunks(rows, flat, weight, own)
+        losses, lse, *others = whole
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
+    lse, entropy = lse.reshape(*labels.shape, 2), others[0].reshape(labels.shape) if cfg.entropy else None
     kept = VocabLinearCrossEntropyResiduals.keep(
-        cfg, needs, x=t, labels=labels, weight=weight, logsumexp=lse.reshape(*labels.shape, 2), count=count, inputs=Inputs.of(x)
+        cfg, needs, x=t, labels=labels, weight=weight, logsumexp=lse, count=count, entropy=entropy, inputs=Inputs.of(x)
     )
-    return y, kept
+    return (y, entropy) if cfg.entropy else y, kept
 
 
 def _rows(x: Tensor, cfg: VocabLinearCrossEntropyConfig) -> Tensor:
@@ -186,11 +192,12 @@ def _rows(x: Tensor, cfg: VocabLinearCrossEntropyConfig) -> Tensor:
     return (comm.gather(x, cfg.axis) if cfg.sequence_parallel else x).reshape(-1, cfg.in_features)
 
 
-def _gradients(kept: Any, dloss: Tensor, cfg: VocabLinearCrossEntropyConfig, dx: bool, dw: Write | None) -> Tensor | None:
+def _gradients(kept: Any, slopes: Slopes, cfg: VocabLinearCrossEntropyConfig, dx: bool, dw: Write | None) -> Tensor | None:
     """dx, if requested, in the shape of x; `dw` is called with this rank's classes only."""
     own, rows = cfg.own, _rows(kept.x, cfg)
     first = cfg.axis.rank * own.vocab
-    part = loss_gradients(rows, kept.labels, kept.logsumexp, kept.weight, dloss, own, dx, dw, first, cfg.vocab)
+    of_entropy = entropy_of(kept, slopes[1])
+    part = loss_gradients(rows, kept.labels, kept.logsumexp, kept.weight, slopes[0], own, dx, dw, first, cfg.vocab, of_entropy)
     if not dx:
         return None
     return _summed(rows.new_zeros(rows.shape) if part is None else part, kept.labels, cfg)  # None: without rows
@@ -200,7 +207,7 @@ def _losses_of(cfg: VocabLinearCrossEntropyConfig) -> LossesOf | None:
     """Losses and logsumexp of a chunk's rows over the classes of all ranks."""
     if cfg.axis.size == 1:
         return None
-    return lambda logits, labels: losses_of_rows(parts_of_rows(logits, labels, cfg), labels, cfg)
+    return lambda logits, labels: losses_of_rows(parts_of_rows(logits, labels, cfg), labels, cfg)[:2]  # type: ignore[return-value]
 
 
 def _summed(part: Tensor, labels: Tensor, cfg: VocabLinearCrossEntropyConfig) -> Tensor:
@@ -211,7 +218,7 @@ def _summed(part: Tensor, labels: Tensor, cfg: VocabLinearCrossEntropyConfig) ->
 
 @dgrad_of(KEPT)
 def vocab_linear_cross_entropy_dgrad(
-    residuals: VocabLinearCrossEntropyResiduals | LinearCrossEntropyGradients, dy: Tensor, cfg: VocabLinearCrossEntropyConfig
+    residuals: VocabLinearCrossEntropyResiduals | LinearCrossEntropyGradients, dy: Any, cfg: VocabLinearCrossEntropyConfig
 ) -> tuple[tuple[Tensor, None], VocabLinearCrossEntropyPending | None]:
     """`(dx, None)`, and the pending weight gradient."""
     return dgrad_by(_gradients, "vocab_linear_cross_entropy_dgrad", residuals, dy, cfg, VocabLinearCrossEntropyPending)
@@ -228,7 +235,7 @@ def vocab_linear_cross_entropy_wgrad(
 @bwd_of(KEPT, LinearCrossEntropyParams)
 def vocab_linear_cross_entropy_bwd(
     residuals: VocabLinearCrossEntropyResiduals | LinearCrossEntropyGradients,
-    dy: Tensor,
+    dy: Any,
     cfg: VocabLinearCrossEntropyConfig,
     *,
     into: LinearCrossEntropyParams | None = None,

@@ -43,10 +43,10 @@ def joint_of(steps: Sequence[Step], name: str) -> tuple[int, Step] | str:
     for count in range(2, min(LONGEST, end) + 1):
         before, last = steps[end - count : end - 1], steps[end - 1]
         ops = (*(step.op for step in before), last.op)
-        # the joint takes the extras of the last step only, and gives one y
-        if ops in _joints and not any(step.names or step.given for step in before) and not last.given:
+        # the joint takes the extras of the last step only, and gives what that one gives
+        if ops in _joints and not any(step.names or step.given for step in before):
             found = joint_by_ops(ops, (*(step.cfg for step in before), last.cfg))
-            return found if isinstance(found, str) else (count, Step(before[0].name, *found, takes=last.takes))
+            return found if isinstance(found, str) else (count, Step(before[0].name, *found, takes=last.takes, gives=last.gives))
     return f"step {steps[end - 2].name!r} cannot recompute it" if end > 1 else "no step is before it"
 
 

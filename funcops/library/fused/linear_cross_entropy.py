@@ -48,7 +48,7 @@ def made_by(op: Op, make: Any) -> Any:
         *caps, loss = others
         if head.bias:
             return "the linear has a bias"
-        options = {name: getattr(loss, name) for name in ("label_smoothing", "ignore_index", "z_loss", "reduction")}
+        options = {name: getattr(loss, name) for name in ("label_smoothing", "ignore_index", "z_loss", "reduction", "entropy")}
         return op, make(head, loss, softcap=caps[0].cap if caps else None, **options)
 
     return made

@@ -14,6 +14,8 @@ row's loss is smaller than that: at 300 the spacing is 3e-5. Small differences t
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
@@ -23,19 +25,36 @@ from funcops.engine.backend import kernel, tracing, wide
 @kernel(rows="pinned")
 def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
     """losses [N] and logsumexp [N, 2]."""
-    ignored = labels == ignore_index
-    highest = _highest(logits)
-    t = _below(logits, highest)
-    picked = t.gather(-1, labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
-    mean = t.mean(-1) if smoothing else None
-    rest = t.exp_().sum(-1).log_()
+    highest = highest_of(logits)
+    t = below(logits, highest)
+    picked, mean = of_labels(t, labels, smoothing, ignore_index)
+    return losses_of(t.exp_().sum(-1).log_(), highest, picked, mean, labels, smoothing, ignore_index, z_loss)
+
+
+def of_labels(t: Tensor, labels: Tensor, smoothing: float, ignore_index: int) -> tuple[Tensor, Optional[Tensor]]:
+    """The logits that losses read, of t below their highest: the label's own, and with smoothing the mean of all; [N] each."""
+    at = labels.masked_fill(labels == ignore_index, 0).unsqueeze(-1)
+    return t.gather(-1, at).squeeze(-1), t.mean(-1) if smoothing else None
+
+
+def losses_of(
+    rest: Tensor,
+    highest: Tensor,
+    picked: Tensor,
+    mean: Optional[Tensor],
+    labels: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    """losses [N] and logsumexp [N, 2], from log sum_v exp(logit_v - highest) in `rest` [N]."""
     losses = rest - picked
     if mean is not None:
         losses += smoothing * (picked - mean)
     lse = torch.stack((highest.squeeze(-1), rest), -1)
     if z_loss:
         losses += z_loss * lse.sum(-1).square_()
-    return losses.masked_fill_(ignored, 0.0), lse
+    return losses.masked_fill_(labels == ignore_index, 0.0), lse
 
 
 @cross_entropy_fwd.plain
@@ -54,13 +73,13 @@ def _onehot(labels: Tensor, first: int, logits: Tensor) -> Tensor:
     return (labels.unsqueeze(-1) == classes).to(logits.dtype)
 
 
-def _highest(logits: Tensor) -> Tensor:
+def highest_of(logits: Tensor) -> Tensor:
     """The highest logit of each row, [N, 1] in the wide dtype, finite, so that an infinite logit minus it is not NaN."""
     ends = torch.finfo(wide(logits.dtype))
     return logits.amax(-1, True).to(wide(logits.dtype)).clamp_(ends.min, ends.max)
 
 
-def _below(logits: Tensor, highest: Tensor) -> Tensor:
+def below(logits: Tensor, highest: Tensor) -> Tensor:
     """logits - highest, a new tensor in the wide dtype; cast first, as torch's subtraction of mixed dtypes is slower than both."""
     return logits - highest if logits.dtype is highest.dtype else logits.to(highest.dtype).sub_(highest)
 
@@ -79,7 +98,7 @@ def cross_entropy_bwd(
 ) -> Tensor:
     """dlogits [N, C] in the dtype of logits; dloss: [N] or 0-d, in the wide dtype. The C classes begin at `first` of
     `vocab` classes; `vocab` 0 means that they are all."""
-    d = _below(logits, logsumexp[:, :1])
+    d = below(logits, logsumexp[:, :1])
     _gradient_(d, dloss, labels, logsumexp, smoothing, ignore_index, z_loss, first, vocab or logits.shape[-1])
     return d.to(logits.dtype)
 
@@ -115,7 +134,7 @@ def cross_entropy_bwd_owned(
     """Write dlogits over logits [N, C], contiguous, whose C classes begin at `first` of `vocab` classes."""
     inside = logits.dtype is wide(logits.dtype)
     highest = logsumexp[:, :1]
-    d = logits.sub_(highest) if inside else _below(logits, highest)
+    d = logits.sub_(highest) if inside else below(logits, highest)
     _gradient_(d, dloss, labels, logsumexp, smoothing, ignore_index, z_loss, first, vocab)
     if not inside:
         logits.copy_(d)
@@ -179,6 +198,11 @@ def _gradient_(
         along_lse *= 1 + 2 * z_loss * logsumexp.sum(-1)
     d.exp_()
     d.mul_(along_lse.unsqueeze(-1))  # term 1
+    add_terms_of_labels(d, rows, labels, ignored, smoothing, first, vocab)
+
+
+def add_terms_of_labels(d: Tensor, rows: Tensor, labels: Tensor, ignored: Tensor, smoothing: float, first: int, vocab: int) -> None:
+    """Add terms 2 and 3 to d, in place. rows [N]: dloss, and 0 for a row that is ignored."""
     if smoothing:  # term 3
         d.sub_((rows * (smoothing / vocab)).unsqueeze(-1))
     index, at_label = labels - first, rows * (smoothing - 1.0)

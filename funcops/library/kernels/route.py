@@ -49,15 +49,25 @@ def route_fwd(
     s = _scores(t, score) if scored or aux else None
     preferred = t if s is None or not scored else s if bias is None else s + bias
     indices = _best(preferred, top_k) if groups == 1 else _best_of_groups(preferred, top_k, groups, top_groups)
-    chosen = t.gather(-1, indices)
+    weights, picked = _weighed(t, s, indices, score, normalize, scale)
+    counts = counts_of(indices, logits.shape[-1])
+    loss = losses_of(t, s, score, counts, top_k, aux, z)
+    return weights, indices.to(torch.int32), picked if keep else None, counts, loss
+
+
+@kernel(library=True, rows="pinned")
+def weights_at(logits: Tensor, indices: Tensor, score: str, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The weights of chosen experts, and s_i: [S, L, K] each, as `route_fwd` makes them. indices: [S, L, K] int32."""
+    return _weighed(logits.to(wide(logits.dtype)), None, indices.to(torch.int64), score, normalize, scale)
+
+
+def _weighed(t: Tensor, s: Optional[Tensor], indices: Tensor, score: str, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The weights and the scores of the chosen experts; s: the scores of all, if they are there."""
     if score == "softmax" and not normalize:
         picked = (_scores(t, score) if s is None else s).gather(-1, indices)
     else:
-        picked = _scores(chosen, score)
-    weights = picked * (scale / (picked.sum(-1, True) + LEAST) if score == "sigmoid" and normalize else scale)
-    counts = counts_of(indices, logits.shape[-1])
-    loss = _losses(t, s, score, counts, top_k, aux, z)
-    return weights, indices.to(torch.int32), picked if keep else None, counts, loss
+        picked = _scores(t.gather(-1, indices), score)
+    return picked * (scale / (picked.sum(-1, True) + LEAST) if score == "sigmoid" and normalize else scale), picked
 
 
 def _scores(t: Tensor, score: str) -> Tensor:
@@ -83,10 +93,12 @@ def counts_of(indices: Tensor, experts: int) -> Tensor:
     return torch.zeros(flat.shape[0], experts, dtype=torch.int32, device=flat.device).scatter_add_(1, flat, ones)
 
 
-def _losses(t: Tensor, s: Optional[Tensor], score: str, counts: Tensor, top_k: int, aux: float, z: float) -> Tensor:
+def losses_of(t: Tensor, s: Optional[Tensor], score: str, counts: Tensor, top_k: int, aux: float, z: float) -> Tensor:
+    """The loss [] of logits t in the wide dtype; s: the scores of all, if `aux` reads them and they are there."""
     sequences, length, experts = t.shape
     loss = t.new_zeros(())
-    if aux and s is not None and sequences and length:
+    if aux and sequences and length:
+        s = _scores(t, score) if s is None else s
         q = s if score == "softmax" else s / s.sum(-1, True)
         loss = loss + (counts * q.sum(1)).sum() * (aux * experts / (top_k * length * length * sequences))
     if z and sequences and length:

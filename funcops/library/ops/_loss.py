@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from funcops.engine.backend import wide
-from funcops.engine.errors import check, describe, fail, require
+from funcops.engine.errors import check, describe, fail, require, require_flag
 
+Slopes = tuple[Tensor, Tensor | None]  # dloss and dentropy
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -18,6 +19,14 @@ def check_options(cfg: Any, where: str) -> None:
     require(0.0 <= cfg.label_smoothing < 1.0, where, "label_smoothing", "in [0, 1)", cfg.label_smoothing)
     require(0.0 <= cfg.z_loss < math.inf, where, "z_loss", "at least 0, and finite", cfg.z_loss)
     require(cfg.reduction in REDUCTIONS, where, "reduction", "'mean', 'sum' or 'none'", repr(cfg.reduction))
+    require_flag(where, entropy=cfg.entropy)
+    require(
+        not cfg.entropy or cfg.reduction == "none",
+        where,
+        "reduction",
+        "'none' with entropy, as each row has its own",
+        cfg.reduction,
+    )
 
 
 def check_pair(where: str, x: Any, last: int | None, first: str, times: int = 1) -> tuple[Tensor, Tensor]:
@@ -53,3 +62,16 @@ def row_gradient(where: str, dy: Tensor, labels: Tensor, dtype: torch.dtype, cou
     shape = tuple(labels.shape) if cfg.reduction == "none" else ()
     check(where, "dy", dy, shape, wide(dtype), labels)
     return dy if count is None else dy / count.clamp(min=1)
+
+
+def slopes_of(where: str, dy: Any, labels: Tensor, dtype: torch.dtype, count: Tensor | None, cfg: Any) -> Slopes:
+    """dloss, as `row_gradient` has it, and dentropy [*], None for a zero and where the config asks for no entropy."""
+    if not cfg.entropy:
+        return row_gradient(where, dy, labels, dtype, count, cfg), None
+    if not isinstance(dy, tuple) or len(dy) != 2:
+        fail(where, "dy", "a tuple (dloss, dentropy), as cfg.entropy says", describe(dy), TypeError)
+    for name, part in zip(("dy.0 (dloss)", "dy.1 (dentropy)"), dy, strict=True):
+        if part is not None:
+            check(where, name, part, tuple(labels.shape), wide(dtype), labels)
+    dloss, dentropy = dy
+    return torch.zeros(labels.shape, dtype=wide(dtype), device=labels.device) if dloss is None else dloss, dentropy

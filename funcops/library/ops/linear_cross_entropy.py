@@ -7,7 +7,8 @@ With `softcap` c the logits are c tanh(l / c), and their gradient times 1 - tanh
 x is `(x, labels)`. x, dx: [*, I]; labels: [*] int64; w, dw: [V, I]; one float dtype; y: a float32 scalar (float64 for
 float64), or [*] with reduction "none". The forward goes by chunks of rows. The backward goes by chunks of classes, so that
 every row of dw is one sum; it keeps a float32 dx meanwhile. Kept: x, w and labels, aliases, and logsumexp as in cross_entropy,
-two numbers: 8 bytes a row. dgrad and wgrad each recompute the logits, a chunk at a time; bwd recomputes them once.
+two numbers: 8 bytes a row. dgrad and wgrad each recompute the logits, a chunk at a time; bwd recomputes them once. With `entropy`
+y is `(loss, H)`, as in cross_entropy, and H is kept.
 
 With `gradient="forward"` the forward makes dx and dw of the sum of the losses, a chunk of rows at a time, and keeps them, [*, I]
 and [V, I], instead; the backward multiplies them by dy, or by dy over the number of labels. That is three products of 2 I V
@@ -51,9 +52,10 @@ from funcops.library.kernels import cross_entropy as kernels
 from funcops.library.kernels import fused_linear, row_scale
 from funcops.library.kernels import linear as linear_kernels
 from funcops.library.kernels import softcap as cap_kernels
+from funcops.library.kernels.entropy import entropy_bwd_owned, entropy_fwd
 from funcops.library.kernels.pins import nominal_rows
 from funcops.library.ops._ids import check_ids
-from funcops.library.ops._loss import check_options, check_pair, reduce_losses, row_gradient
+from funcops.library.ops._loss import Slopes, check_options, check_pair, reduce_losses, slopes_of
 
 __all__ = ["LinearCrossEntropyConfig", "LinearCrossEntropyParams", "LinearCrossEntropyPending", "LinearCrossEntropyResiduals"]
 __all__ += ["linear_cross_entropy", "linear_cross_entropy_bwd", "linear_cross_entropy_dgrad"]
@@ -79,8 +81,8 @@ def check_gradient(where: str, gradient: Any, reduction: str) -> None:
 @config
 class LinearCrossEntropyConfig(OpConfig):
     """`in_features` (I) and `vocab` (V); `softcap` keeps logits within ±c; `chunk_bytes` bounds the logits that exist at a time,
-    counted in float32. `gradient`: whether the "backward" computes the gradients, or the "forward", which does so only where some
-    are needed, for a `reduction` to one number."""
+    counted in float32. `entropy`: whether y has each row's entropy, too. `gradient`: whether the "backward" computes the gradients,
+    or the "forward", which does so only where some are needed, for a `reduction` to one number."""
 
     in_features: int = field(kw_only=False)
     vocab: int = field(kw_only=False)
@@ -91,6 +93,7 @@ class LinearCrossEntropyConfig(OpConfig):
     softcap: float | None = None
     chunk_bytes: int = 128 * 2**20
     gradient: str = "backward"
+    entropy: bool = False
 
     def __post_init__(self) -> None:
         where = "LinearCrossEntropyConfig"
@@ -129,6 +132,7 @@ class LinearCrossEntropyResiduals(Residuals, static=("inputs",)):
     weight: Tensor = saved("[V, I]", alias="params.weight", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
+    entropy: Tensor | None = saved("[*]", alias="y.1", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
 
 
 class LinearCrossEntropyGradients(Residuals, static=("inputs", "dtype")):
@@ -146,6 +150,8 @@ class LinearCrossEntropyPending(Pending, static=("dtype",)):
     logsumexp: Tensor | None = saved("[*, 2]", alias="residuals.logsumexp", needed_by=WGRAD)
     dloss: Tensor = saved("[*] or []", alias="dy", needed_by=WGRAD)
     dw: Tensor | None = saved("[V, I]", alias="residuals.dw", needed_by=WGRAD)
+    entropy: Tensor | None = saved("[*]", alias="residuals.entropy", needed_by=WGRAD)
+    dentropy: Tensor | None = saved("[*]", alias="dy", needed_by=WGRAD)
 
 
 @init_of(LinearCrossEntropyConfig)
@@ -161,7 +167,7 @@ def linear_cross_entropy_init(
 @forward(LinearCrossEntropyConfig, LinearCrossEntropyParams)
 def linear_cross_entropy_fwd(
     params: LinearCrossEntropyParams, x: tuple[Tensor, Tensor], cfg: LinearCrossEntropyConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, LinearCrossEntropyResiduals | LinearCrossEntropyGradients | None]:
+) -> tuple[Any, LinearCrossEntropyResiduals | LinearCrossEntropyGradients | None]:
     """x: `(x, labels)` -> y. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     t, labels = check_pair("linear_cross_entropy_fwd", x, cfg.in_features, "x")
     check_ids("linear_cross_entropy_fwd", "x.1 (labels)", labels, cfg.vocab - 1, but=cfg.ignore_index)
@@ -172,13 +178,13 @@ def linear_cross_entropy_fwd(
         losses, dx, dw = with_gradients(rows, flat, weight, cfg, needs)
         y, count = reduce_losses(losses, labels, cfg)
         return y, gradients_kept(cfg, needs, None if dx is None else dx.reshape(t.shape), dw, count, x)
-    losses, lse = losses_of_chunks(rows, flat, weight, cfg)
+    losses, lse, *others = losses_of_chunks(rows, flat, weight, cfg)
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
-    lse = lse.reshape(*labels.shape, 2)
+    lse, own = lse.reshape(*labels.shape, 2), others[0].reshape(labels.shape) if cfg.entropy else None
     kept = LinearCrossEntropyResiduals.keep(
-        cfg, needs, x=t, labels=labels, weight=weight, logsumexp=lse, count=count, inputs=Inputs.of(x)
+        cfg, needs, x=t, labels=labels, weight=weight, logsumexp=lse, count=count, entropy=own, inputs=Inputs.of(x)
     )
-    return y, kept
+    return (y, own) if cfg.entropy else y, kept
 
 
 LossesOf = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # losses [N] and logsumexp [N, 2] of logits and labels
@@ -232,19 +238,15 @@ def gradients_kept(cfg: Any, needs: Needs, dx: Tensor | None, dw: Tensor | None,
     return LinearCrossEntropyGradients.keep(cfg, needs, **given)
 
 
-def losses_of_chunks(rows: Tensor, labels: Tensor, weight: Tensor, cfg: LinearCrossEntropyConfig) -> tuple[Tensor, Tensor]:
-    """Compute losses [N] and logsumexp [N, 2], a chunk of rows at a time."""
-    found = [
-        kernels.cross_entropy_fwd(
-            logits_of(rows[c], weight, cfg.softcap), labels[c], cfg.label_smoothing, cfg.ignore_index, cfg.z_loss
-        )
-        for c in cfg.row_chunks(rows.shape[0])
-    ]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        return rows.new_empty(0, dtype=wide(rows.dtype)), rows.new_empty((0, 2), dtype=wide(rows.dtype))
-    return torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found])
+def losses_of_chunks(rows: Tensor, labels: Tensor, weight: Tensor, cfg: LinearCrossEntropyConfig) -> tuple[Tensor, ...]:
+    """Compute losses [N], logsumexp [N, 2] and, if the config asks for them, entropies [N], a chunk of rows at a time."""
+    options, forward = (
+        (cfg.label_smoothing, cfg.ignore_index, cfg.z_loss),
+        entropy_fwd if cfg.entropy else kernels.cross_entropy_fwd,
+    )
+    chunks = cfg.row_chunks(rows.shape[0]) if len(rows) else [slice(0, 0)]
+    found = [forward(logits_of(rows[c], weight, cfg.softcap), labels[c], *options) for c in chunks]
+    return found[0] if len(found) == 1 else tuple([torch.cat(parts) for parts in zip(*found, strict=True)])
 
 
 def logits_of(rows: Tensor, weight: Tensor, cap: float | None) -> Tensor:
@@ -253,7 +255,7 @@ def logits_of(rows: Tensor, weight: Tensor, cap: float | None) -> Tensor:
 
 
 Write = Callable[[slice, Tensor, Tensor], None]
-Gradients = Callable[[Any, Tensor, Any, bool, Write | None], Tensor | None]  # `_gradients`, of residuals or a pending
+Gradients = Callable[[Any, Slopes, Any, bool, Write | None], Tensor | None]  # `_gradients`, of residuals or a pending
 
 
 def loss_gradients(
@@ -267,18 +269,23 @@ def loss_gradients(
     dw: Write | None,
     first: int = 0,
     vocab: int | None = None,
+    of_entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
     """Compute the gradient of the logits, a chunk of classes at a time; call `dw(classes, dlogits, rows)` with each, and return dx
-    [N, I], if requested, summed in the wide dtype. The weight has `cfg.vocab` of `vocab` classes, from `first` on."""
+    [N, I], if requested, summed in the wide dtype. The weight has `cfg.vocab` of `vocab` classes, from `first` on. `of_entropy`:
+    dentropy and entropies [N]."""
+    options = cfg.label_smoothing, cfg.ignore_index, cfg.z_loss
     labels, lse, dloss = labels.reshape(-1), lse.reshape(-1, 2), dloss.reshape(-1) if dloss.dim() else dloss
     chunks, total = list(cfg.class_chunks(nominal_rows(rows.shape[0]))), None
     for c in chunks:
         part = weight[c]
         logits = linear_kernels.linear_fwd(rows, part, None)
         d = logits if cfg.softcap is None else cap_kernels.softcap_fwd(logits, cfg.softcap)
-        kernels.cross_entropy_bwd_owned(
-            dloss, d, labels, lse, cfg.label_smoothing, cfg.ignore_index, cfg.z_loss, first + c.start, vocab or cfg.vocab
-        )
+        at = first + c.start, vocab or cfg.vocab
+        if of_entropy is None:
+            kernels.cross_entropy_bwd_owned(dloss, d, labels, lse, *options, *at)
+        else:
+            entropy_bwd_owned(dloss, of_entropy[0], d, labels, lse, of_entropy[1], *options, *at)
         if cfg.softcap is not None:
             d = cap_kernels.softcap_bwd(d, logits, cfg.softcap)
         if dw is not None:
@@ -291,10 +298,15 @@ def loss_gradients(
     return None if total is None else total.to(rows.dtype)
 
 
-def _gradients(kept: Any, dloss: Tensor, cfg: LinearCrossEntropyConfig, dx: bool, dw: Write | None) -> Tensor | None:
-    rows = kept.x.reshape(-1, cfg.in_features)
-    found = loss_gradients(rows, kept.labels, kept.logsumexp, kept.weight, dloss, cfg, dx, dw)
+def _gradients(kept: Any, slopes: Slopes, cfg: LinearCrossEntropyConfig, dx: bool, dw: Write | None) -> Tensor | None:
+    rows, of_entropy = kept.x.reshape(-1, cfg.in_features), entropy_of(kept, slopes[1])
+    found = loss_gradients(rows, kept.labels, kept.logsumexp, kept.weight, slopes[0], cfg, dx, dw, of_entropy=of_entropy)
     return None if found is None else found.reshape(kept.x.shape)
+
+
+def entropy_of(kept: Any, dentropy: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """dentropy and the entropies, [N] each, of residuals or a pending."""
+    return None if dentropy is None else (dentropy.reshape(-1), kept.entropy.reshape(-1))
 
 
 def kept_by(config: type, residuals: type) -> ByConfig:
@@ -308,15 +320,13 @@ KEPT = kept_by(LinearCrossEntropyConfig, LinearCrossEntropyResiduals)
 
 @dgrad_of(KEPT)
 def linear_cross_entropy_dgrad(
-    residuals: LinearCrossEntropyResiduals | LinearCrossEntropyGradients, dy: Tensor, cfg: LinearCrossEntropyConfig
+    residuals: LinearCrossEntropyResiduals | LinearCrossEntropyGradients, dy: Any, cfg: LinearCrossEntropyConfig
 ) -> tuple[tuple[Tensor, None], LinearCrossEntropyPending | None]:
     """`(dx, None)`, and the pending weight gradient."""
     return dgrad_by(_gradients, "linear_cross_entropy_dgrad", residuals, dy, cfg, LinearCrossEntropyPending)
 
 
-def dgrad_by(
-    gradients: Gradients, where: str, residuals: Any, dy: Tensor, cfg: Any, pending: Any
-) -> tuple[tuple[Tensor, None], Any]:
+def dgrad_by(gradients: Gradients, where: str, residuals: Any, dy: Any, cfg: Any, pending: Any) -> tuple[tuple[Tensor, None], Any]:
     """The dgrad of the loss that has these `gradients`."""
     if isinstance(residuals, LinearCrossEntropyGradients):
         check(where, "dy", dy, (), wide(residuals.dtype), residuals.dw if residuals.dx is None else residuals.dx)
@@ -326,10 +336,11 @@ def dgrad_by(
         return residuals.inputs.make((own, None)), pending.keep(cfg, residuals.needs, **given)
     if residuals.x is None:
         return residuals.nothing(), None
-    dloss = row_gradient(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
-    dx = gradients(residuals, dloss, cfg, True, None) if residuals.needs.input(0) else None
-    kept = {name: getattr(residuals, name, None) for name in pending.names if name not in ("dloss", "dtype")}
-    return residuals.inputs.make((dx, None)), pending.keep(cfg, residuals.needs, **kept, dloss=dloss, dtype=residuals.x.dtype)
+    slopes = slopes_of(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
+    dx = gradients(residuals, slopes, cfg, True, None) if residuals.needs.input(0) else None
+    kept = {name: getattr(residuals, name, None) for name in pending.names if name not in ("dloss", "dentropy", "dtype")}
+    kept |= dict(zip(("dloss", "dentropy"), slopes, strict=True))
+    return residuals.inputs.make((dx, None)), pending.keep(cfg, residuals.needs, **kept, dtype=residuals.x.dtype)
 
 
 def _times(t: Tensor, factor: Tensor) -> Tensor:
@@ -352,14 +363,14 @@ def wgrad_by(
     if pending.dw is not None:
         return accumulate(where, LinearCrossEntropyParams(_times(pending.dw, pending.dloss).to(pending.dtype)), into)
     dparams, dw = weight_gradient(where, pending.weight, into)
-    gradients(pending, pending.dloss, cfg, False, dw)
+    gradients(pending, (pending.dloss, pending.dentropy), cfg, False, dw)
     return dparams
 
 
 @bwd_of(KEPT, LinearCrossEntropyParams)
 def linear_cross_entropy_bwd(
     residuals: LinearCrossEntropyResiduals | LinearCrossEntropyGradients,
-    dy: Tensor,
+    dy: Any,
     cfg: LinearCrossEntropyConfig,
     *,
     into: LinearCrossEntropyParams | None = None,
@@ -369,7 +380,7 @@ def linear_cross_entropy_bwd(
 
 
 def bwd_by(
-    gradients: Gradients, where: str, residuals: Any, dy: Tensor, cfg: Any, into: LinearCrossEntropyParams | None, pending: Any
+    gradients: Gradients, where: str, residuals: Any, dy: Any, cfg: Any, into: LinearCrossEntropyParams | None, pending: Any
 ) -> tuple[LinearCrossEntropyParams, tuple[Tensor, None]]:
     """The whole backward of the loss that has these `gradients`, which it calls once."""
     needs, dw = residuals.needs, None
@@ -379,10 +390,10 @@ def bwd_by(
         return dparams if waiting is None else wgrad_by(gradients, where, waiting, cfg, into), dx
     if residuals.x is None:
         return dparams, residuals.nothing()
-    dloss = row_gradient(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
+    slopes = slopes_of(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
     if needs.params:
         dparams, dw = weight_gradient(where, residuals.weight, into)
-    return dparams, residuals.inputs.make((gradients(residuals, dloss, cfg, needs.input(0), dw), None))
+    return dparams, residuals.inputs.make((gradients(residuals, slopes, cfg, needs.input(0), dw), None))
 
 
 def weight_gradient(where: str, weight: Tensor, into: LinearCrossEntropyParams | None) -> tuple[LinearCrossEntropyParams, Write]:

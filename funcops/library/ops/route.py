@@ -39,6 +39,11 @@ So all results are as for the documents alone, whose rows are the T of the formu
 With `sequence_wise` each document is a sequence, and the mean is over those that are not empty. The losses read logits a second
 time, by operators of torch.
 
+`replays`: x has `choices` [*, R, K] as its last part, what R routers of a model chose before, in the order of their layers; this
+one takes those at [..., replays, :] in place of its own: i is given, and w, n, the losses and all gradients follow from it as from
+a choice (rollout routing replay, arXiv:2510.11370). Where they are -1, the token's choice is the router's. Given indices that are
+the router's own give the same bits.
+
 >>> import torch
 >>> from funcops import RouteConfig, RouteParams, route_bwd, route_fwd
 >>> cfg = RouteConfig(4, 2)
@@ -70,6 +75,7 @@ from funcops.engine.errors import check, check_rows, describe, fail, require
 from funcops.engine.trees import leaf, tree
 from funcops.library.kernels import route as kernels
 from funcops.library.kernels.routing import over_capacity
+from funcops.library.ops._ids import INDICES
 from funcops.library.ops.dropout import MASK, check_shared, in_whole
 
 __all__ = ["RouteConfig", "RouteParams", "RouteResiduals"]
@@ -85,8 +91,9 @@ class RouteConfig(OpConfig):
     `bias`: a parameter that is added to the scores for the choice; `groups` of experts, of which the `top_groups` best take part;
     `aux` and `z`: factors of the losses, the first per sequence if `sequence_wise`; `jitter`: how far the random factors of the
     logits are from 1, at most; `capacity`: an expert's, as a multiple of its fair share; `packed`: x has `cu_seqlens`, the ends of
-    the documents in a row; `shared`: how ranks share the tokens, so that each draws its part of the factors, and finds its part of
-    the documents (`dist.parallel` says it)."""
+    the documents in a row; `replays`: x has the `choices` of several routers, of which this is number `replays`; `shared`: how
+    ranks share the tokens, so that each draws its part of the factors, and finds its part of the documents (`dist.parallel` says
+    it)."""
 
     experts: int = field(kw_only=False)
     top_k: int = field(kw_only=False)
@@ -102,6 +109,7 @@ class RouteConfig(OpConfig):
     jitter: float = 0.0
     capacity: float | None = None
     packed: bool = False
+    replays: int | None = None
     shared: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
@@ -122,6 +130,8 @@ class RouteConfig(OpConfig):
         right = self.capacity is None or 0.0 < self.capacity < math.inf
         require(right, where, "capacity", "None or above 0 and finite", self.capacity)
         require(not (self.packed and self.jitter), where, "jitter", "0 with packed (noise of a row has no documents)", self.jitter)
+        require(self.replays is None or self.replays >= 0, where, "replays", "None or at least 0", self.replays)
+        require(self.replays is None or not self.jitter, where, "jitter", "0 with replays (no sampler has noise)", self.jitter)
         require(isinstance(self.shared, tuple), where, "shared", "a tuple of dist.Shared", describe(self.shared))
 
     @property
@@ -174,10 +184,11 @@ def route_init(cfg: RouteConfig, *, key: Tensor | None = None, device: Any = Non
 
 @forward(RouteConfig, RouteParams)
 def route_fwd(params: RouteParams, x: Any, cfg: RouteConfig, *, needs: Needs = Needs.ALL) -> tuple[Routed, RouteResiduals | None]:
-    """x: logits [*, E], with jitter `(logits, key)`, packed `(logits, cu_seqlens)` -> `(weights, indices, load, loss)`. Raises
-    `ValueError` or `TypeError` for a wrong shape, dtype or device, and on the CPU for cu_seqlens that do not ascend from 0 to at
-    most T."""
-    logits, key, ends = _check_x(params.bias, x, cfg)
+    """x: logits [*, E], with jitter `(logits, key)`, packed `(logits, cu_seqlens)`, and with replays `choices` as the last part ->
+    `(weights, indices, load, loss)`. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device, and on the CPU for
+    cu_seqlens that do not ascend from 0 to at most T, and for choices that are not K different experts or all -1; `IndexError` for
+    those out of range."""
+    logits, key, ends, choices = _check_x(params.bias, x, cfg)
     rows, sequences = _jittered(logits, key, cfg), _sequences(logits, cfg)
     every = _takes_rows(cfg)
     documents = None if ends is None else _Documents.of(ends, logits.shape, cfg)
@@ -191,10 +202,16 @@ def route_fwd(params: RouteParams, x: Any, cfg: RouteConfig, *, needs: Needs = N
         cfg.scale,
         cfg.groups,
         cfg.top_groups,
-        0.0 if documents is not None else cfg.aux,
-        0.0 if documents is not None else cfg.z,
+        0.0 if documents is not None or choices is not None else cfg.aux,
+        0.0 if documents is not None or choices is not None else cfg.z,
         keep,
     )
+    if choices is not None:
+        t = rows.reshape(*sequences, cfg.experts)
+        weights, indices, scores = _replayed(t, choices, weights, indices, scores, cfg)
+        counts = kernels.counts_of(indices.to(torch.int64), cfg.experts)
+        if cfg.aux or cfg.z:
+            loss = kernels.losses_of(t.to(wide(t.dtype)), None, cfg.score, counts, cfg.top_k, cfg.aux, cfg.z)
     if documents is not None:
         counts = documents.counts(indices[0], cfg.experts)
         if cfg.aux or cfg.z:
@@ -212,6 +229,18 @@ def route_fwd(params: RouteParams, x: Any, cfg: RouteConfig, *, needs: Needs = N
     kept.update(logits=logits if every else None, key=key if cfg.jitter else None)
     inputs = Inputs.of(x) if isinstance(x, tuple) else None
     return y, RouteResiduals.keep(cfg, needs, **kept, inputs=inputs, shape=logits.shape, dtype=logits.dtype)
+
+
+def _replayed(
+    logits: Tensor, choices: Tensor, weights: Tensor, indices: Tensor, scores: Tensor | None, cfg: RouteConfig
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weights, indices and kept scores with given choices in place of the router's, but for those that are -1. A token whose
+    choices are the router's has the bits of its kernel, whose sums another one may order otherwise."""
+    given = choices.reshape(indices.shape).to(indices.dtype)
+    taken = torch.where(given < 0, indices, given)
+    same = (taken == indices).all(-1, True)
+    own = kernels.weights_at(logits, taken, cfg.score, cfg.normalize, cfg.scale)
+    return torch.where(same, weights, own[0]), taken, None if scores is None else torch.where(same, scores, own[1])
 
 
 class _Documents(NamedTuple):
@@ -237,25 +266,48 @@ class _Documents(NamedTuple):
         return kernels.counts_of_documents(indices, self.number, self.ends.shape[0] - 1, experts)
 
 
-def _check_x(bias: Any, x: Any, cfg: RouteConfig) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    logits, key, ends = x, None, None
-    if cfg.jitter or cfg.packed:
-        parts = ("key", "jitter") if cfg.jitter else ("cu_seqlens", "packed")
-        if not isinstance(x, tuple) or len(x) != 2:
-            fail("route_fwd", "x", f"a tuple (logits, {parts[0]}), as cfg.{parts[1]} says", describe(x), TypeError)
-        logits, key, ends = x[0], x[1] if cfg.jitter else None, x[1] if cfg.packed else None
-    check_rows("route_fwd", "x.0 (logits)" if cfg.jitter or cfg.packed else "x", logits, cfg.experts)
+def _check_x(bias: Any, x: Any, cfg: RouteConfig) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    flags = {"key": cfg.jitter > 0, "cu_seqlens": cfg.packed, "choices": cfg.replays is not None}
+    names = [name for name, there in flags.items() if there]
+    if names and (not isinstance(x, tuple) or len(x) != 1 + len(names)):
+        said = " and ".join({"key": "jitter", "cu_seqlens": "packed", "choices": "replays"}[name] for name in names)
+        fail("route_fwd", "x", f"a tuple (logits, {', '.join(names)}), as cfg.{said} says", describe(x), TypeError)
+    logits, given = x[0] if names else x, dict(zip(names, x[1:] if names else (), strict=True))
+    check_rows("route_fwd", "x.0 (logits)" if names else "x", logits, cfg.experts)
     if cfg.jitter:
-        check("route_fwd", "x.1 (the key)", key, (2,), torch.int64, logits)
+        check("route_fwd", "x.1 (the key)", given["key"], (2,), torch.int64, logits)
     if cfg.packed:
-        _check_ends(ends, logits, cfg)
+        _check_ends(given["cu_seqlens"], logits, cfg)
     if cfg.jitter or cfg.packed:
         check_shared("route_fwd", logits, cfg.shared)
     if cfg.bias:
         check("route_fwd", "params.bias", bias, (cfg.experts,), (logits.dtype, wide(logits.dtype)), logits)
     elif bias is not None:
         fail("route_fwd", "params.bias", "None (cfg.bias is False)", describe(bias))
-    return logits, key, ends
+    choices = _own_choices(f"x.{len(names)} (choices)", given["choices"], logits, cfg) if cfg.replays is not None else None
+    return logits, given.get("key"), given.get("cu_seqlens"), choices
+
+
+def _own_choices(name: str, choices: Any, logits: Tensor, cfg: RouteConfig) -> Tensor:
+    """Check the choices of all routers, and return this router's, [*, K]."""
+    where, rows, number = "route_fwd", logits.shape[:-1], cfg.replays or 0
+    check(where, name, choices, (...,), INDICES, logits)
+    if choices.shape[:-2] != rows or choices.dim() < 2 or choices.shape[-1] != cfg.top_k or choices.shape[-2] <= number:
+        fail(where, name, f"[{', '.join(map(str, (*rows, 'R', cfg.top_k)))}] with R above {number}", list(choices.shape))
+    own: Tensor = choices[..., number, :]
+    if readable(own) and own.numel():
+        outside = own[(own < -1) | (own >= cfg.experts)]
+        if outside.numel():
+            wanted = f"experts from 0 to {cfg.experts - 1}, or -1 where a router chooses"
+            fail(where, name, wanted, int(outside[0]), IndexError)
+        sorted_by_row = own.reshape(-1, cfg.top_k).sort(-1).values
+        twice = (sorted_by_row[:, 1:] == sorted_by_row[:, :-1]) & (sorted_by_row[:, 1:] >= 0)
+        wrong = twice.any(1) | ((sorted_by_row[:, 0] < 0) & (sorted_by_row[:, -1] >= 0))
+        if wrong.any():
+            row = int(wrong.int().argmax())
+            got = f"{own.reshape(-1, cfg.top_k)[row].tolist()} of token {row}"
+            fail(where, name, f"{cfg.top_k} different experts for each token, or -1 in all places", got)
+    return own
 
 
 def _check_ends(ends: Any, logits: Tensor, cfg: RouteConfig) -> None:
@@ -382,12 +434,12 @@ def _gradient(residuals: RouteResiduals, dy: Any, cfg: RouteConfig) -> Any:
         return dx
     if of_keys is not None:
         dx = dx * of_keys
-    elif losses:
+    elif losses and cfg.packed:
         assert residuals.ends is not None and logits is not None
         documents = _Documents.of(residuals.ends, shape, cfg)
         own = kernels.document_losses_bwd(dloss, logits[0], counts, *documents, cfg.top_k, cfg.score, cfg.aux, cfg.z)
         dx = (dx + own).masked_fill_(documents.padding, 0.0)
-    return residuals.inputs.make((dx.to(dtype), None))
+    return residuals.inputs.make((dx.to(dtype), *[None] * (residuals.inputs.parts - 1)))
 
 
 def _check_dy(dy: Any, shape: tuple[int, ...], dtype: torch.dtype, residuals: RouteResiduals) -> tuple[Any, Any]:

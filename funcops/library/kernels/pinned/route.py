@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from funcops.library.kernels.pins import ALONE, VECTORS, Pins, pinned
-from funcops.library.kernels.route import counts_of, route_bwd, route_fwd
+from funcops.library.kernels.route import counts_of, route_bwd, route_fwd, weights_at
 
 
 def _parts(t: Tensor) -> list[Tensor]:
@@ -33,6 +33,14 @@ def _pinned_fwd(
     weights, indices = (_whole([one[i] for one in found], logits) for i in (0, 1))
     kept = None if found[0][2] is None else _whole([one[2] for one in found], logits)
     return weights, indices, kept, counts_of(indices.long(), logits.shape[-1]), found[0][4]
+
+
+@pinned(weights_at)
+def _pinned_weights(pins: Pins, logits: Tensor, indices: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    chosen = _parts(indices)
+    found = [weights_at.kernel.torch_impl(*each, *how) for each in zip(_like(logits, chosen), chosen, strict=True)]
+    weights, picked = (_whole([one[i] for one in found], logits) for i in (0, 1))
+    return weights, picked
 
 
 @pinned(route_bwd)

@@ -26,20 +26,20 @@ def _gather(t, inside, highest, weights, total, seen, SMOOTHED: tl.constexpr, DE
     top = tl.maximum(highest, tl.max(tl.max(t, 2), 0))
     below = t - top[None, :, None]
     if SMOOTHED:
-        total = _lowered(total, seen, highest, top)
+        total = lowered(total, seen, highest, top)
         total += tl.sum(tl.sum(tl.where(tl.reshape(inside, t.shape), below, 0.0), 2), 0)
     weights = weights * tl.exp(highest - top) + tl.sum(tl.sum(tl.exp(below), 2), 0)
     return top, weights, total
 
 
 @triton.jit
-def _lowered(total, seen, highest, top):
+def lowered(total, seen, highest, top):
     """Turn a sum of `seen` differences to `highest` into one of differences to `top`; 0 if nothing was seen yet."""
     return tl.where(seen > 0, total + seen * (highest - top), 0.0)
 
 
 @triton.jit
-def _seen(size, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
+def seen_by_lanes(size, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
     """How many of `size` logits each lane has seen."""
     EACH: tl.constexpr = BLOCK // (DEEP * LANES)
     left = size % BLOCK - tl.arange(0, LANES) * EACH
@@ -82,7 +82,7 @@ def _forward(
     picked = load_wide(logits_ptr + (label - before), wanted) - top
     loss = rest - picked + z_loss * (top + rest) * (top + rest)
     if SMOOTHED:
-        sum_t = tl.sum(_lowered(total, _seen(size, DEEP, LANES, BLOCK), highest, top), 0)
+        sum_t = tl.sum(lowered(total, seen_by_lanes(size, DEEP, LANES, BLOCK), highest, top), 0)
         if not EVEN:
             sum_t += tl.sum(tl.where(inside, t - top, 0.0), 0)
         loss += smoothing * (picked - sum_t / vocab)
@@ -145,7 +145,7 @@ def _both(
 _launch_forward, _launch_backward, _launch_both = launcher(_forward), launcher(_backward), launcher(_both)
 
 
-def _tile(logits: Tensor, most: int) -> tuple[int, int, int, int]:
+def tile_of(logits: Tensor, most: int) -> tuple[int, int, int, int]:
     """Lanes of the online softmax, as many as threads, each of which reads 16 bytes at a time; how often they do so in a block; the
     block, of at most `most` logits; and warps."""
     block = block_of(logits.shape[1], most)
@@ -161,7 +161,7 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_i
     losses = logits.new_empty(rows, dtype=torch.float32)
     lse = losses.new_empty((rows, 2))
     if rows:
-        lanes, deep, block, warps = _tile(logits, BLOCK)
+        lanes, deep, block, warps = tile_of(logits, BLOCK)
         _launch_forward(
             rows, 1, 1, logits, labels, losses, lse, vocab, ignore_index, smoothing, z_loss, smoothing != 0.0,
             vocab % GROUP == 0, deep, lanes, block, num_warps=warps,
@@ -196,7 +196,7 @@ def cross_entropy_with_gradient(
     rows, vocab = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
     if rows:
-        lanes, deep, block, warps = _tile(logits, 4 * BLOCK if vocab * logits.element_size() <= CACHED else BLOCK)
+        lanes, deep, block, warps = tile_of(logits, 4 * BLOCK if vocab * logits.element_size() <= CACHED else BLOCK)
         _launch_both(
             rows, 1, 1, dloss.contiguous(), int(dloss.dim() > 0), logits, labels.contiguous(), losses, losses.new_empty((rows, 2)),
             vocab, ignore_index, smoothing, z_loss, smoothing != 0.0, vocab % GROUP == 0, deep, lanes, block, num_warps=warps,
