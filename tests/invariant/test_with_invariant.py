@@ -311,35 +311,42 @@ def test_the_self_check_holds_in_the_mode_and_names_what_differs_without(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("joined", [False, True])
 def test_the_losses_of_a_trainer_are_the_log_probabilities_of_a_sampler(joined, dtype):
-    """Also where head and loss are one, and however few logits exist at a time."""
+    """And so are the entropies; also where head and loss are one, and however few logits exist at a time."""
     params, sampler = chain.init(decoder(CFG), key=random.key(0), dtype=dtype), with_invariant(decoder(CFG))
     ids = torch.randint(0, 61, (5, 9))
-    found = list(generate(params, CFG, ids, 7, model=sampler, log_probabilities=True))
+    found = list(generate(params, CFG, ids, 7, model=sampler, log_probabilities=True, entropy=True))
     rows = torch.cat((ids, torch.stack([one.tokens for one in found], 1)), 1)
     saved = torch.stack([one.log_probabilities for one in found], 1)
-    trainer = decoder(CFG, loss=True, reduction="none")
+    trainer = decoder(CFG, loss=True, reduction="none", entropy=True)
     if joined:
         trainer = dataclasses.replace(trainer, joined=("loss",))
     labels = rows.roll(-1, 1)
     x = decoder_x(CFG, rows, dtype, labels=labels)
     y, residuals = chain.fwd({**params, "loss": None}, x, with_invariant(trainer))
-    assert torch.equal(-y[:, 8:-1], saved)
-    dy = torch.rand(5, 16)
+    assert torch.equal(-y.main[:, 8:-1], saved)
+    assert torch.equal(y.extras["entropy"][:, 8:-1], torch.stack([one.entropy for one in found], 1))
+    dy = funcops.WithExtras(torch.rand(5, 16), {"entropy": torch.rand(5, 16)})
     whole = chain.bwd(residuals, dy, with_invariant(trainer))[0]["embed"].weight
     assert torch.isfinite(whole).all() and whole.abs().max() > 0
 
 
-def test_the_gradients_of_a_joined_loss_do_not_depend_on_the_number_of_rows():
+@pytest.mark.parametrize("entropy", [False, True])
+def test_the_gradients_of_a_joined_loss_do_not_depend_on_the_number_of_rows(entropy):
     """Chunks of classes are cut by a nominal number of rows."""
-    op, cfg = linear_cross_entropy, LinearCrossEntropyConfig(40, 700, reduction="none", chunk_bytes=92_160)
+    op, cfg = linear_cross_entropy, LinearCrossEntropyConfig(40, 700, reduction="none", chunk_bytes=92_160, entropy=entropy)
     own, x, labels = PinnedConfig(op, cfg, rows=16), torch.randn(90, 40), torch.randint(0, 700, (90,))
-    params, dy = pinned.init(own, key=random.key(0)), torch.rand(90)
+    params = pinned.init(own, key=random.key(0))
+    dy = (torch.rand(90), torch.rand(90)) if entropy else torch.rand(90)
+
+    def of(rows, values):
+        return tuple([t[rows] for t in values]) if entropy else values[rows]
+
     y, residuals = pinned.fwd(params, (x, labels), own)
     dx = pinned.bwd(residuals, dy, own)[1][0]
-    for first, last in ((3, 4), (0, 90), (50, 88)):
-        part, kept = pinned.fwd(params, (x[first:last], labels[first:last]), own)
-        assert torch.equal(part, y[first:last])
-        assert torch.equal(pinned.bwd(kept, dy[first:last], own)[1][0], dx[first:last])
+    for rows in (slice(3, 4), slice(0, 90), slice(50, 88)):
+        part, kept = pinned.fwd(params, (x[rows], labels[rows]), own)
+        assert all(map(torch.equal, funcops.trees.leaves(part), funcops.trees.leaves(of(rows, y))))
+        assert torch.equal(pinned.bwd(kept, of(rows, dy), own)[1][0], dx[rows])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
