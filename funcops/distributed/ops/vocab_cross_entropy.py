@@ -76,7 +76,7 @@ class VocabCrossEntropyResiduals(Residuals, static=("inputs",)):
 @forward(VocabCrossEntropyConfig)
 def vocab_cross_entropy_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: VocabCrossEntropyConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Any, VocabCrossEntropyResiduals | None]:
+) -> tuple[Tensor, VocabCrossEntropyResiduals | None]:
     """x: `(logits, labels)` -> y. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device; on the CPU `IndexError`
     for a label outside [0, V) other than ignore_index."""
     logits, labels = check_pair("vocab_cross_entropy_fwd", x, None, "logits")
@@ -94,7 +94,8 @@ def vocab_cross_entropy_fwd(
     kept = VocabCrossEntropyResiduals.keep(
         cfg, needs, logits=logits, labels=labels, logsumexp=lse, count=count, entropy=own, inputs=Inputs.of(x)
     )
-    return (y, own) if cfg.entropy else y, kept
+    found: Any = (y, own) if cfg.entropy else y
+    return found, kept
 
 
 @dgrad_of(VocabCrossEntropyResiduals)

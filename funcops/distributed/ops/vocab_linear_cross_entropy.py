@@ -158,7 +158,7 @@ def vocab_linear_cross_entropy_init(
 @forward(VocabLinearCrossEntropyConfig, LinearCrossEntropyParams)
 def vocab_linear_cross_entropy_fwd(
     params: LinearCrossEntropyParams, x: tuple[Tensor, Tensor], cfg: VocabLinearCrossEntropyConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Any, VocabLinearCrossEntropyResiduals | LinearCrossEntropyGradients | None]:
+) -> tuple[Tensor, VocabLinearCrossEntropyResiduals | LinearCrossEntropyGradients | None]:
     """x: `(x, labels)`, x: [m, *, I] and labels: [n m, *] (without `sequence_parallel`: [*, I] and [*]) -> y.
 
     Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
@@ -184,7 +184,8 @@ def vocab_linear_cross_entropy_fwd(
     kept = VocabLinearCrossEntropyResiduals.keep(
         cfg, needs, x=t, labels=labels, weight=weight, logsumexp=lse, count=count, entropy=entropy, inputs=Inputs.of(x)
     )
-    return (y, entropy) if cfg.entropy else y, kept
+    found: Any = (y, entropy) if cfg.entropy else y
+    return found, kept
 
 
 def _rows(x: Tensor, cfg: VocabLinearCrossEntropyConfig) -> Tensor:

@@ -66,7 +66,7 @@ class CrossEntropyResiduals(Residuals, static=("inputs",)):
 @forward(CrossEntropyConfig)
 def cross_entropy_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: CrossEntropyConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Any, CrossEntropyResiduals | None]:
+) -> tuple[Tensor, CrossEntropyResiduals | None]:
     """x: `(logits, labels)` -> y. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device; on the CPU `IndexError`
     for a label outside [0, V) other than ignore_index."""
     logits, labels = check_pair("cross_entropy_fwd", x, None, "logits")
@@ -80,7 +80,8 @@ def cross_entropy_fwd(
     kept = CrossEntropyResiduals.keep(
         cfg, needs, logits=logits, labels=labels, logsumexp=lse, count=count, entropy=own, inputs=Inputs.of(x)
     )
-    return (y, own) if cfg.entropy else y, kept
+    found: Any = (y, own) if cfg.entropy else y
+    return found, kept
 
 
 @dgrad_of(CrossEntropyResiduals)

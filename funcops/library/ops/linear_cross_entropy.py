@@ -167,7 +167,7 @@ def linear_cross_entropy_init(
 @forward(LinearCrossEntropyConfig, LinearCrossEntropyParams)
 def linear_cross_entropy_fwd(
     params: LinearCrossEntropyParams, x: tuple[Tensor, Tensor], cfg: LinearCrossEntropyConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Any, LinearCrossEntropyResiduals | LinearCrossEntropyGradients | None]:
+) -> tuple[Tensor, LinearCrossEntropyResiduals | LinearCrossEntropyGradients | None]:
     """x: `(x, labels)` -> y. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     t, labels = check_pair("linear_cross_entropy_fwd", x, cfg.in_features, "x")
     check_ids("linear_cross_entropy_fwd", "x.1 (labels)", labels, cfg.vocab - 1, but=cfg.ignore_index)
@@ -184,7 +184,8 @@ def linear_cross_entropy_fwd(
     kept = LinearCrossEntropyResiduals.keep(
         cfg, needs, x=t, labels=labels, weight=weight, logsumexp=lse, count=count, entropy=own, inputs=Inputs.of(x)
     )
-    return (y, own) if cfg.entropy else y, kept
+    found: Any = (y, own) if cfg.entropy else y
+    return found, kept
 
 
 LossesOf = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # losses [N] and logsumexp [N, 2] of logits and labels
