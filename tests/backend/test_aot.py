@@ -223,6 +223,7 @@ def within_limits(build):
     multiplies = build["kernel"].startswith("gemm") and build["kernel"] != "gemm.after" or build["kernel"] in OF_EXPERTS
     if multiplies and build["config"].startswith(("bfloat16", "float16")):
         assert build["matrix"] and (target != "sm_90" or "HGMMA" in build["matrix"]), build
+    assert build["kernel"] not in ("gemm.descriptor", "gemm_specialised.specialised") or not build["spills"], build
     if build["kernel"] == "scaled_mm.product":
         assert set(build["matrix"].split(", ")) & multipliers(target, build["config"]), build
     if build["kernel"].startswith(("quantize", "scaled_mm")):

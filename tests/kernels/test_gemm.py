@@ -125,6 +125,42 @@ def test_specialised_warps_accumulate_once(dtype):
     assert_close(into, want, dtype=dtype)
 
 
+IN_PARTS = {  # what is asked of a product, its dtype of C and the columns that are finished at a time, of 32 or 128
+    "plain": ({}, torch.bfloat16, 32, 256),
+    "bias": ({"bias": (48,)}, torch.bfloat16, 16, 64),
+    "added": ({"bias": (48,), "add": (40, 48), "kind": "silu"}, torch.bfloat16, 16, 64),
+    "kept": ({"z": (40, 48), "add": (40, 48), "mode": "keep", "kind": "gelu"}, torch.float16, 16, 16),
+    "derivative": ({"z": (40, 48), "mode": "derivative", "kind": "tanh"}, torch.bfloat16, 16, 16),
+    "wide": ({"add": (40, 48)}, torch.float32, 16, 64),
+}
+
+
+@pytest.mark.parametrize("asked", IN_PARTS)
+def test_a_tile_is_finished_in_halves_where_sums_have_memory_of_their_own(asked, monkeypatch):
+    """The same bits, and what is kept, too. Warps are not specialised if a tensor is kept."""
+    given, into, columns, specialised_columns = IN_PARTS[asked]
+    dtype, launched = (torch.bfloat16 if into is torch.float32 else into), []
+    a, b = draw(40, 24, dtype=dtype), draw(24, 48, dtype=dtype, seed=1)
+
+    def run(apart, provider):
+        monkeypatch.setattr(products, "device_facts", lambda: products.Facts(True, 3, HOPPER, apart))
+        tensors = {name: draw(*of, dtype=into, seed=2) for name, of in given.items() if isinstance(of, tuple)}
+        with gemm(provider):
+            c = product(a, b, KERNELS["descriptor"], products.Epilogue(**{**given, **tensors}), into)
+        return c, tensors.get("z")
+
+    for name in ("by_descriptor", "by_specialised"):
+        launch = getattr(products, name)
+        monkeypatch.setattr(products, name, lambda *args, launch=launch: launched.append(args[4]) or launch(*args))
+    for provider, wanted in (("triton", columns), ("specialised", specialised_columns)):
+        specialised = provider == "specialised" and wanted > 16
+        whole, parts = run(False, provider if specialised else "triton"), run(True, provider)
+        assert launched[-1].columns == wanted and launched[-2].columns == launched[-2].tile.n
+        assert [plan.specialised for plan in launched[-2:]] == [specialised] * 2
+        assert torch.equal(whole[0], parts[0])
+        assert whole[1] is parts[1] is None or torch.equal(whole[1], parts[1])
+
+
 @settings(max_examples=25)
 @given(st.tuples(*[st.integers(1, 40)] * 3), st.sampled_from(DTYPES), st.booleans(), st.booleans())
 def test_any_shape(shape, dtype, a_flipped, b_flipped):

@@ -53,21 +53,23 @@ class Device:
         return self.target
 
 
-DEVICES = {  # whether loads go on while a program computes, the most warps, whether there are descriptors
-    "Hopper": (Device("cuda", 90, 32), True, 32, True),
-    "Ampere": (Device("cuda", 80, 32), True, 32, False),
-    "MI300": (Device("hip", "gfx942", 64), False, 16, False),
+DEVICES = {  # the most warps, and whether loads go on while a program computes, there are descriptors, products read shared memory,
+    "B200": (Device("cuda", 100, 32), 32, True, True, True, True),  # and they are summed in memory of their own
+    "RTX 5090": (Device("cuda", 120, 32), 32, True, True, False, False),
+    "Hopper": (Device("cuda", 90, 32), 32, True, True, True, False),
+    "Ampere": (Device("cuda", 80, 32), 32, True, False, False, False),
+    "MI300": (Device("hip", "gfx942", 64), 16, False, False, False, False),
 }
 
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_launches_are_chosen_by_what_a_device_has(name, monkeypatch):
-    device, copies, warps, described = DEVICES[name]
+    device, warps, copies, described, feeds, apart = DEVICES[name]
     for module in (common, matmul, shared):
         monkeypatch.setattr(module, "IN_INTERPRETER", False)
         monkeypatch.setattr(module, "driver", types.SimpleNamespace(active=device))
     assert common.copies_by_itself() is copies and common.most_warps() == warps
-    assert matmul.device_facts() == (described, 107, (65536, copies, described))
+    assert matmul.device_facts() == (described, 107, (65536, copies, feeds), apart)
     for module, decodes in ((scored_attention, False), (scaled_attention, True)):
         for (which, bytes_of), of in module.TILES.items():
             size, dtype = max(of), torch.bfloat16 if bytes_of == 2 else torch.float32

@@ -52,6 +52,33 @@ def epilogue(
 
 
 @triton.jit
+def finish(
+    total, c_desc, row, column, bias_ptr, z_ptr, add_ptr, m, M, N, scale,
+    BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr,
+):
+    """Store a tile after its epilogue: whole, or half of its columns after the other if C's descriptor has half of them. Then
+    the tensors that the epilogue reads, and what it computes, take half of the registers."""
+    if c_desc.block_shape[1] == total.shape[1]:
+        _finish_part(total, c_desc, row, column, bias_ptr, z_ptr, add_ptr, m, M, N, scale, BIAS, Z, KIND, ADD)
+    else:
+        parts = tl.permute(tl.reshape(total, (total.shape[0], 2, total.shape[1] // 2)), (0, 2, 1))
+        left, right = tl.split(parts)
+        _finish_part(left, c_desc, row, column, bias_ptr, z_ptr, add_ptr, m, M, N, scale, BIAS, Z, KIND, ADD)
+        column += c_desc.block_shape[1]
+        _finish_part(right, c_desc, row, column, bias_ptr, z_ptr, add_ptr, m, M, N, scale, BIAS, Z, KIND, ADD)
+
+
+@triton.jit
+def _finish_part(
+    part, c_desc, row, column, bias_ptr, z_ptr, add_ptr, m, M, N, scale,
+    BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr,
+):
+    n = column.to(tl.int64) + tl.arange(0, part.shape[1])
+    part = epilogue(part, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
+    c_desc.store([row, column], rounded(part, c_desc.dtype))
+
+
+@triton.jit
 def _row_sum(
     a_ptr, sums_ptr, tile_n, m, M, split, first, last, a_m, a_k, shares, per_share, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -158,9 +185,8 @@ def _descriptor(
         last = tl.minimum(first + per_split, K)
         total = product(a_desc, b_desc, tile_m, tile_n, first, last, A_FLIPPED, B_FLIPPED, BLOCK_M, BLOCK_N, BLOCK_K)
         m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        total = epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
-        c_desc.store([split * slice_rows + tile_m * BLOCK_M, tile_n * BLOCK_N], rounded(total, c_desc.dtype))
+        row, column = split * slice_rows + tile_m * BLOCK_M, tile_n * BLOCK_N
+        finish(total, c_desc, row, column, bias_ptr, z_ptr, add_ptr, m, M, N, scale, BIAS, Z, KIND, ADD)
         if SUMS:
             if tile_n < shares:
                 _row_sum(a_ptr, sums_ptr, tile_n, m, M, split, first, last, a_m, a_k, shares, per_share, ADD, BLOCK_M, BLOCK_K)

@@ -14,8 +14,7 @@ import triton.language as tl
 
 from funcops.engine.backend.launch import launcher
 from funcops.engine.backend.shared import SharedMemory
-from funcops.library.kernels.triton.common import rounded
-from funcops.library.kernels.triton.gemm import epilogue, product, shared_of, tile_of
+from funcops.library.kernels.triton.gemm import finish, product, shared_of, tile_of
 
 HANDED = 16384  # bytes, at most, that warps hand to each other
 
@@ -24,9 +23,9 @@ HANDED = 16384  # bytes, at most, that warps hand to each other
 def _specialised(
     a_ptr, b_ptr, c_ptr, bias_ptr, z_ptr, add_ptr, M, N, K, a_stride, b_stride, scale: tl.float32, BIAS: tl.constexpr,
     Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, A_FLIPPED: tl.constexpr, B_FLIPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """`gemm._descriptor` without splits and row sums."""
+    """`gemm._descriptor` without splits and row sums. COLUMNS of C are finished at a time."""
     if A_FLIPPED:
         a_desc = tl.make_tensor_descriptor(a_ptr, [K, M], [a_stride, 1], [BLOCK_K, BLOCK_M])
     else:
@@ -35,15 +34,14 @@ def _specialised(
         b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [b_stride, 1], [BLOCK_N, BLOCK_K])
     else:
         b_desc = tl.make_tensor_descriptor(b_ptr, [K, N], [b_stride, 1], [BLOCK_K, BLOCK_N])
-    c_desc = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BLOCK_M, BLOCK_N])
+    c_desc = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BLOCK_M, COLUMNS])
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=False, warp_specialize=True):
         tile_m, tile_n = tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP)
         total = product(a_desc, b_desc, tile_m, tile_n, 0, K, A_FLIPPED, B_FLIPPED, BLOCK_M, BLOCK_N, BLOCK_K)
         m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        total = epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
-        c_desc.store([tile_m * BLOCK_M, tile_n * BLOCK_N], rounded(total, c_ptr.dtype.element_ty))
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        finish(total, c_desc, row, column, bias_ptr, z_ptr, add_ptr, m, M, N, scale, BIAS, Z, KIND, ADD)
 
 
 def specialised_shared_of(m: int, n: int, k: int, stages: int, itemsize: int, out_itemsize: int, memory: SharedMemory) -> int:

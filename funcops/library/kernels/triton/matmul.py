@@ -72,12 +72,13 @@ def columns_of(t: Tensor) -> Matrix:
 
 
 class Plan(NamedTuple):
-    """How products of one kind are launched. The inner dimension has `splits` parts of `per_split`; a tile takes the row sums of A
-    in `shares` parts of `per_share`."""
+    """How products of one kind are launched. `columns` of a tile are finished at a time. The inner dimension has `splits` parts of
+    `per_split`; a tile takes the row sums of A in `shares` parts of `per_share`."""
 
     described: bool
     specialised: bool
     tile: Tile
+    columns: int
     programs: int
     splits: int
     slice_rows: int
@@ -120,12 +121,14 @@ def plan_of(
 ) -> Plan:
     """The plan for A of `shape` with strides `a`, and B [K, n] with strides `b`. A training step asks for the same plans again and
     again, and making one takes longer than a launch."""
-    (m, k), (has_descriptors, multiprocessors, memory) = shape, facts
+    (m, k), (has_descriptors, multiprocessors, memory, accumulates_apart) = shape, facts
     family = "accumulate" if family == "none" and into is not dtype else family  # a wide tile of float32 would not fit
     own, split = (choice or choose(name, dtype, m, n, _even(a) and _even(b)) for name in (family, "split"))
     described = own.descriptor is not None and has_descriptors and on_16_bytes and _describable(dtype, into, shape, a, n, b)
     of_own, asked = (dtype.itemsize, into.itemsize, memory), SPECIALISED[family != "none"]
     specialised = specialised and described and specialised_shared_of(*_sizes(asked), *of_own) <= memory.limit
+    if accumulates_apart and family == "kept":  # its warps would spill, in whatever parts they finish a tile
+        specialised = False
     if specialised and not sums:
         tile, splits = asked, 1
     else:
@@ -140,7 +143,9 @@ def plan_of(
     slice_rows = cdiv(m, tile.m) * tile.m if described else m
     shares = number_of_shares(cdiv(n, tile.n), per_split) if sums else 1
     per_share = cdiv(per_split // tile.k, shares) * tile.k
-    return Plan(described, specialised, tile, programs, splits, m if splits == 1 else slice_rows, per_split, shares, per_share)
+    columns = tile.n // 2 if accumulates_apart and family != "none" and splits == 1 else tile.n
+    slice_rows = m if splits == 1 else slice_rows
+    return Plan(described, specialised, tile, columns, programs, splits, slice_rows, per_split, shares, per_share)
 
 
 def multiply(a: Matrix, b: Matrix, out: Tensor, epilogue: Epilogue) -> None:
@@ -280,7 +285,7 @@ def by_descriptor(a: Matrix, b: Matrix, c: Tensor, e: Epilogue, plan: Plan, sums
     a_desc, a_flipped = _factor(a, tile.m, tile.k)
     b_desc, b_flipped = _factor(b, tile.k, tile.n)
     launch_descriptor(
-        plan.programs, 1, 1, a_desc, b_desc, descriptor_of(c, [plan.splits * plan.slice_rows, n], [n, 1], tile.m, tile.n),
+        plan.programs, 1, 1, a_desc, b_desc, descriptor_of(c, [plan.splits * plan.slice_rows, n], [n, 1], tile.m, plan.columns),
         e.bias, e.z, e.add, left, sums, m, n, k, *strides, plan.per_split, plan.splits, plan.slice_rows, plan.shares,
         plan.per_share, e.scale,
         e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, a_flipped, b_flipped,
@@ -303,7 +308,7 @@ def by_specialised(a: Matrix, b: Matrix, c: Tensor, e: Epilogue, plan: Plan) -> 
     launch_specialised(
         plan.programs, 1, 1, left, right, c, e.bias, e.z, e.add, m, n, k, max(strides),
         max(b_strides), e.scale, e.bias is not None, e.mode, e.kind, e.add is not None, a_flipped, b_flipped,
-        tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
+        tile.m, tile.n, tile.k, plan.columns, GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )
 
 
@@ -372,11 +377,13 @@ def precision(dtype: torch.dtype) -> str:
 
 class Facts(NamedTuple):
     """Whether a device has tensor descriptors, the number of its multiprocessors, as a persistent kernel has one program for each,
-    and its shared memory."""
+    its shared memory, and whether products are summed in memory of their own (tcgen05): then an epilogue can take them from there
+    in parts, where other devices hold them in registers all the time."""
 
     descriptors: bool
     multiprocessors: int
     memory: SharedMemory
+    accumulates_apart: bool = False
 
 
 def device_facts() -> Facts:
@@ -390,4 +397,5 @@ def device_facts() -> Facts:
 def _facts(device: int, active: Any) -> Facts:
     target = active.get_current_target()
     count = active.utils.get_device_properties(device)["multiprocessor_count"]
-    return Facts(target.backend == "cuda" and target.arch >= 90, count, shared_memory())
+    arch = target.arch if target.backend == "cuda" else 0
+    return Facts(arch >= 90, count, shared_memory(), 100 <= arch < 120)
