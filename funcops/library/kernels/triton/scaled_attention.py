@@ -171,9 +171,9 @@ def _forward(
             more = _wide_product(p, v, tl.zeros([ROWS, BLOCK_V], tl.float32), ELEMENT, NATIVE, WIDE, PRECISION)
             out = out * before[:, None] + more * of_v[None, :]
         top = higher
-    total = tl.where(total == 0.0, 1.0, total) * (LARGEST if LOW else 1.0)
+    out *= (1.0 / (tl.where(total == 0.0, 1.0, total) * (LARGEST if LOW else 1.0)))[:, None]
     at = out_ptr + ((batch * T + i)[:, None] * H + head) * V + c[None, :]
-    store_rounded(at, out / total[:, None], (i < T)[:, None] & (c < V)[None, :])
+    store_rounded(at, out, (i < T)[:, None] & (c < V)[None, :])
 
 
 @triton.jit

@@ -87,7 +87,7 @@ def _scored(
     s *= scale
     t = s
     if CAP:
-        t = tanh(s / softcap)
+        t = tanh(s * (1.0 / softcap))
         s = t * softcap
     away = j[None, :] - i[:, None] - (S - T)
     if ALIBI:
@@ -161,7 +161,7 @@ def _forward(
         out = _dot(rounded(p, v.dtype), v, out * before[:, None], PRECISION)
         top = higher
     some = tl.where(total == 0.0, 1.0, total)
-    out /= some[:, None]
+    out *= (1.0 / some)[:, None]
     c = tl.arange(0, BLOCK_V)
     at = out_ptr + ((batch * T + i)[:, None] * H + head) * V + c[None, :]
     store_rounded(at, out, (i < T)[:, None] & (c < V)[None, :])

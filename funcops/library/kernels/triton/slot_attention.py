@@ -58,7 +58,7 @@ def _scores(
 ):
     """Scores of rows and filled slots j, capped and biased; -inf where a row does not see the position that a slot holds."""
     if CAP:
-        s = tanh(s / softcap) * softcap
+        s = tanh(s * (1.0 / softcap)) * softcap
     held = tl.where(end > R, end - 1 - (end - 1 - j) % R, j)  # the position that a filled slot holds
     away = (first + t)[:, None] - held[None, :]
     inside = real[:, None] & (j < stop)[None, :] & (away >= 0)
@@ -129,7 +129,7 @@ def _slots(
     if WHOLE and sinks_ptr is not None:
         total += tl.exp(tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) - base)
     some = tl.where(total == 0.0, 1.0, total)
-    out /= some[:, None]
+    out *= (1.0 / some)[:, None]
     c = tl.arange(0, BLOCK_V)
     if not WHOLE:
         at += split.to(tl.int64) * (tl.num_programs(0) // (blocks * splits * K)) * T * H
@@ -164,7 +164,7 @@ def _merge(
         y += tl.sum(weight[:, None] * part, 0)
     if sinks_ptr is not None:
         total += tl.exp(tl.load(sinks_ptr + row % H).to(tl.float32) - base)
-    y /= tl.where(total == 0.0, 1.0, total)
+    y *= 1.0 / tl.where(total == 0.0, 1.0, total)
     store_rounded(y_ptr + at * V + c, y, c < V)
 
 
