@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
 
 from funcops import RopeConfig, random, rope_table
 from funcops.engine.backend import backend
@@ -136,6 +137,26 @@ def test_rows_of_any_length(kernels, dtype):
     for rows, width in [(7, 5), *((rng.randint(1, 5), lengths(rng)) for _ in range(DRAWN))]:
         for got, want in kernels(rng, rows, width, dtype):
             assert_close(got, want, dtype=dtype, length=width)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_blocks_of_odd_vocabularies_begin_with_a_line_of_the_cache(dtype, monkeypatch):
+    """So a warp's 512 bytes, which it loads or stores at a time, lie in four lines, and not in five."""
+    found, width = [], 4096 + draws.Random(str(dtype)).randint(200, 400)
+    logits, labels = floats(5, width, dtype=dtype), torch.randint(width, (5,))
+    for name in ("create_masked_load", "create_masked_store"):
+
+        def accessed(self, ptrs, *args, before=getattr(InterpreterBuilder, name)):
+            if ptrs.data.size >= 4096:
+                found.append(int(ptrs.data.min()) - logits.data_ptr())
+            return before(self, ptrs, *args)
+
+        monkeypatch.setattr(InterpreterBuilder, name, accessed)
+    with backend("triton"):
+        _, lse = cross_entropy.cross_entropy_fwd(logits, labels, 0.0, -100, 0.0)
+        cross_entropy.cross_entropy_bwd_owned(torch.ones(()), logits, labels, lse, 0.0, -100, 0.0, 0, width)
+    assert len(found) == 5 * 2 * 3, "two blocks a row, of which the forward loads one, and the backward loads and stores one"
+    assert not any(at % 128 for at in found)
 
 
 @pytest.mark.turns("dtype")

@@ -1,5 +1,5 @@
-"""Rows of any length, read 16 bytes at a time: either one row, as the tensor's whole groups of elements in it and its two ends; or
-a span, so many rows that the next span begins with a group."""
+"""Rows of any length, read 16 bytes at a time: either one row, as the tensor's whole groups of elements in it, of 16 bytes or of a
+line of the cache, and its two ends; or a span, so many rows that the next span begins with a group."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def columns(n, groups, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def whole_groups(ptr, first, width, EVEN: tl.constexpr):
-    """For the `width` elements from `first`: a pointer to the first whole group of ALIGN, how many elements come before it, and how
-    many lie in whole groups. EVEN: `first` and `width` are multiples of ALIGN."""
+def whole_groups(ptr, first, width, EVEN: tl.constexpr, OF: tl.constexpr = ALIGN):
+    """For the `width` elements from `first`: a pointer to the first whole group of OF elements, how many elements come before it,
+    and how many lie in whole groups. EVEN: `first` and `width` are multiples of OF."""
     if EVEN:
-        return ptr + first // ALIGN * ALIGN, 0, width // ALIGN * ALIGN
+        return ptr + first // OF * OF, 0, width // OF * OF
     else:
-        before = ((-(first % ALIGN) + ALIGN) % ALIGN).to(tl.int32)
-        return ptr + (first + (ALIGN - 1)) // ALIGN * ALIGN, before, tl.maximum(width - before, 0) // ALIGN * ALIGN
+        before = ((-(first % OF) + OF) % OF).to(tl.int32)
+        return ptr + (first + (OF - 1)) // OF * OF, before, tl.maximum(width - before, 0) // OF * OF
 
 
 @triton.jit
-def ends(before, size, width):
+def ends(before, size, width, OF: tl.constexpr = ALIGN):
     """The elements outside whole groups: their positions from the first group's start, and the mask of positions that exist."""
-    i = tl.arange(0, 2 * ALIGN)
-    first, after = i < ALIGN, i - ALIGN
+    i = tl.arange(0, 2 * OF)
+    first, after = i < OF, i - OF
     return tl.where(first, i - before, size + after), tl.where(first, i < tl.minimum(before, width), after < width - before - size)

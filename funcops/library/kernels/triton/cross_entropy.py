@@ -10,11 +10,12 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import cross_entropy as declared
-from funcops.library.kernels.triton.aligned import GROUP, ends, whole_groups
+from funcops.library.kernels.triton.aligned import ends, whole_groups
 from funcops.library.kernels.triton.common import block_of, load_wide, rounded, store_rounded, warps_of
 
 BLOCK = 4096
 CACHED = 180_000  # bytes of a row that the cache keeps for its gradient, if a multiprocessor has one program
+LINE = tl.constexpr(128)  # bytes of a line of the cache, with which a warp's loads and stores of 16 bytes a thread begin
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -54,8 +55,9 @@ def _forward(
     logits_ptr, labels_ptr, losses_ptr, lse_ptr, vocab, ignore_index, smoothing: tl.float32, z_loss: tl.float32,
     SMOOTHED: tl.constexpr, EVEN: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):
+    OF: tl.constexpr = 8 * LINE // logits_ptr.dtype.element_ty.primitive_bitwidth
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr, before, size = whole_groups(logits_ptr, row * vocab, vocab, EVEN)
+    logits_ptr, before, size = whole_groups(logits_ptr, row * vocab, vocab, EVEN, OF)
     label = tl.load(labels_ptr + row)
     # finite, so that a row of -inf sums to 0 and not to NaN
     highest = tl.full([LANES], LOWEST, tl.float32)
@@ -73,7 +75,7 @@ def _forward(
     if EVEN:
         sum_exp = tl.sum(weights * tl.exp(highest - top), 0)
     else:
-        at, inside = ends(before, size, vocab)
+        at, inside = ends(before, size, vocab, OF)
         t = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
         top = tl.maximum(top, tl.max(t, 0))
         sum_exp = tl.sum(weights * tl.exp(highest - top), 0) + tl.sum(tl.exp(t - top), 0)
@@ -104,9 +106,10 @@ def _backward(
     smoothing: tl.float32, z_loss: tl.float32, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """dlogits may be logits themselves, whose classes begin at `first` of `vocab` classes."""
+    OF: tl.constexpr = 8 * LINE // logits_ptr.dtype.element_ty.primitive_bitwidth
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr, before, size = whole_groups(logits_ptr, row * classes, classes, EVEN)
-    dlogits_ptr, _, _ = whole_groups(dlogits_ptr, row * classes, classes, EVEN)
+    logits_ptr, before, size = whole_groups(logits_ptr, row * classes, classes, EVEN, OF)
+    dlogits_ptr, _, _ = whole_groups(dlogits_ptr, row * classes, classes, EVEN, OF)
     label, highest, rest = tl.load(labels_ptr + row), tl.load(lse_ptr + 2 * row), tl.load(lse_ptr + 2 * row + 1)
     d = tl.where(label == ignore_index, 0.0, tl.load(dloss_ptr + row * dloss_step).to(tl.float32))
     at_all, scale = d * (smoothing / vocab), d * (1.0 + 2.0 * z_loss * (highest + rest)) * tl.exp(-rest)
@@ -115,7 +118,7 @@ def _backward(
     label = tl.where((label >= first) & (label < first + classes), label - first - before, -1 - before).to(tl.int32)
     i = tl.arange(0, BLOCK)
     if not EVEN:  # read first, so that nothing is read that other threads have written
-        at, inside = ends(before, size, classes)
+        at, inside = ends(before, size, classes, OF)
         t = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
     full = size // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
@@ -145,6 +148,11 @@ def _both(
 _launch_forward, _launch_backward, _launch_both = launcher(_forward), launcher(_backward), launcher(_both)
 
 
+def _even(logits: Tensor) -> bool:
+    """Whether every row begins with a line of the cache."""
+    return logits.shape[1] * logits.element_size() % LINE.value == 0
+
+
 def tile_of(logits: Tensor, most: int) -> tuple[int, int, int, int]:
     """Lanes of the online softmax, as many as threads, each of which reads 16 bytes at a time; how often they do so in a block; the
     block, of at most `most` logits; and warps."""
@@ -164,7 +172,7 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_i
         lanes, deep, block, warps = tile_of(logits, BLOCK)
         _launch_forward(
             rows, 1, 1, logits, labels, losses, lse, vocab, ignore_index, smoothing, z_loss, smoothing != 0.0,
-            vocab % GROUP == 0, deep, lanes, block, num_warps=warps,
+            _even(logits), deep, lanes, block, num_warps=warps,
         )
     return losses, lse
 
@@ -199,7 +207,7 @@ def cross_entropy_with_gradient(
         lanes, deep, block, warps = tile_of(logits, 4 * BLOCK if vocab * logits.element_size() <= CACHED else BLOCK)
         _launch_both(
             rows, 1, 1, dloss.contiguous(), int(dloss.dim() > 0), logits, labels.contiguous(), losses, losses.new_empty((rows, 2)),
-            vocab, ignore_index, smoothing, z_loss, smoothing != 0.0, vocab % GROUP == 0, deep, lanes, block, num_warps=warps,
+            vocab, ignore_index, smoothing, z_loss, smoothing != 0.0, _even(logits), deep, lanes, block, num_warps=warps,
         )
     return losses
 
@@ -213,6 +221,6 @@ def _gradient(
         block = block_of(classes, BLOCK)
         _launch_backward(
             rows, 1, 1, dloss.contiguous(), int(dloss.dim() > 0), logits, labels.contiguous(), logsumexp.contiguous(),
-            dlogits, classes, first, vocab, ignore_index, smoothing, z_loss, classes % GROUP == 0, block,
+            dlogits, classes, first, vocab, ignore_index, smoothing, z_loss, _even(logits), block,
             num_warps=warps_of(block),
         )
