@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from funcops.engine.backend.launch import Launched
 from funcops.testing import aot
-from funcops.testing.aot import TARGETS, _code_bytes, _read_amd, _read_nvidia, config_of, stubbed, takes_descriptors
+from funcops.testing.aot import TARGETS, TOOLS, _code_bytes, _read_amd, _read_nvidia, config_of, stubbed, takes_descriptors
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "benchmarks" / "aot.csv"
@@ -159,6 +159,11 @@ with stubbed(), compiled_launches() as quantisers, backend("triton"):
     quantize_after.rms_norm_quantize(x, w, 1e-5, False, "e4m3", 128, "pow2")
     quantize_after.glu_quantize(x, "swiglu", True, "e5m2", 128, "pow2")
 found["ptx"] = {f"{name_of(one.kernel)} {config_of(one)}": one.compiled.asm["ptx"] for one in quantisers}
+with stubbed(), compiled_launches() as described:
+    a, b, c = (torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    for epilogue in (Epilogue(), Epilogue(add=a), Epilogue(z=a, mode="derivative", kind="gelu")):
+        matmul(rows_of(a), rows_of(b), c, epilogue)
+found["epilogues"] = [one.compiled.asm["ptx"] for one in described]
 
 def refused(target, *product):
     with stubbed(TARGETS[target].gpu), planned_launches() as planned, backend("triton"):
@@ -389,6 +394,17 @@ def test_hopper_decodes_both_operands_of_formats_that_it_lacks(found):
     """And multiplies them as any bfloat16."""
     decode, product = "quantize.decode", "gemm.descriptor"
     assert found["decoded"] == [decode, product, decode, decode, product]  # MX operands share a build
+
+
+def test_a_product_asks_for_what_its_epilogue_reads_while_it_runs(found, tmp_path):
+    """The requests are under a predicate: after a branch, no wgmma overlaps with the one before."""
+    for ptx, wanted in zip(found["epilogues"], (False, True, True), strict=True):
+        lines = [line for line in ptx.splitlines() if "prefetch.global.L2" in line]
+        assert bool(lines) is wanted and all("@now prefetch" in line for line in lines)
+        (tmp_path / "kernel.ptx").write_text(ptx)
+        command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "wgmma" in ptx and "serialized" not in said.stdout + said.stderr
 
 
 def test_a_kernel_that_spills_is_seen(found):

@@ -18,6 +18,7 @@ from funcops.library.kernels.triton.activation import activate, derivative
 from funcops.library.kernels.triton.common import INTERPRETED, load_wide, rounded, store_rounded
 
 BARRIERS = 1024  # bytes, at most, of the barriers of a pipeline
+AHEAD = tl.constexpr(1024)  # of K: so long before its end a product asks for what its epilogue reads; earlier, the cache might lose it
 
 
 @triton.jit
@@ -146,13 +147,36 @@ def _pointer(
 
 
 @triton.jit
+def _lines(ptr, tile_m, tile_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The addresses of the lines of the cache in a tile."""
+    LINE: tl.constexpr = min(BLOCK_N, 1024 // ptr.dtype.element_ty.primitive_bitwidth)
+    m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N // LINE) * LINE
+    return (ptr + tl.minimum(m, M - 1)[:, None] * N + tl.minimum(n, N - 1)[None, :]).to(tl.int64)
+
+
+@triton.jit
+def _request(lines, now):
+    """Ask for lines, which then come to the L2 cache: no thread waits for them, and no register or shared memory holds them. Under a
+    branch, wgmma would no longer overlap."""
+    asked: tl.constexpr = "{ .reg .pred now; setp.ne.b32 now, $2, 0; @now prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
+    tl.inline_asm_elementwise(asked, "=r,l,r", [lines, now.to(tl.int32)], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def product(
     a_desc, b_desc, tile_m, tile_n, first, last, A_FLIPPED: tl.constexpr, B_FLIPPED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, more_ptr=None, M=0, N=0,
 ):
-    """A tile of A B over k in [first, last), in float32."""
+    """A tile of A B over k in [first, last), in float32. `more_ptr`: a tensor [M, N] of which the epilogue reads the same tile."""
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    REQUESTS: tl.constexpr = more_ptr is not None and not INTERPRETED
+    if REQUESTS:
+        lines = _lines(more_ptr, tile_m, tile_n, M, N, BLOCK_M, BLOCK_N)
+        near = first + tl.maximum(tl.cdiv(last - first - AHEAD, BLOCK_K), 0) * BLOCK_K
     for k in range(first, last, BLOCK_K):
+        if REQUESTS:
+            _request(lines, k == near)
         if A_FLIPPED:
             a = a_desc.load([k, tile_m * BLOCK_M]).T
         else:
@@ -183,7 +207,10 @@ def _descriptor(
         tile_m, tile_n = tile_of(work % tiles, M, N, BLOCK_M, BLOCK_N, GROUP)
         first = split * per_split
         last = tl.minimum(first + per_split, K)
-        total = product(a_desc, b_desc, tile_m, tile_n, first, last, A_FLIPPED, B_FLIPPED, BLOCK_M, BLOCK_N, BLOCK_K)
+        more_ptr = z_ptr if Z == "derivative" else add_ptr
+        total = product(
+            a_desc, b_desc, tile_m, tile_n, first, last, A_FLIPPED, B_FLIPPED, BLOCK_M, BLOCK_N, BLOCK_K, more_ptr, M, N
+        )
         m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         row, column = split * slice_rows + tile_m * BLOCK_M, tile_n * BLOCK_N
         finish(total, c_desc, row, column, bias_ptr, z_ptr, add_ptr, m, M, N, scale, BIAS, Z, KIND, ADD)
