@@ -164,6 +164,10 @@ with stubbed(), compiled_launches() as described:
     for epilogue in (Epilogue(), Epilogue(add=a), Epilogue(z=a, mode="derivative", kind="gelu")):
         matmul(rows_of(a), rows_of(b), c, epilogue)
 found["epilogues"] = [one.compiled.asm["ptx"] for one in described]
+with stubbed(), compiled_launches() as rooted, backend("triton"):
+    for width in (4096, 4099, 65536):
+        next(norms(torch.bfloat16, width))()
+found["roots"] = {name_of(one.kernel): one.compiled.asm["ptx"] for one in [*rooted, *quantisers]}
 
 def refused(target, *product):
     with stubbed(TARGETS[target].gpu), planned_launches() as planned, backend("triton"):
@@ -378,6 +382,13 @@ def test_nothing_is_clamped_before_a_cast(found):
         made = before_casts(ptx)
         assert len(made) >= 16 and set(made) == {"mul.f32"}, name
         assert "min.f32" in before_casts(ptx.replace("mul.f32", "min.f32")), name
+
+
+def test_the_root_of_a_rows_mean_square_is_rounded(found):
+    """An approximate root is 0 for a row of subnormal squares, whose output would be infinite."""
+    roots = {name: set(re.findall(r"\bsqrt[.\w]*", ptx)) for name, ptx in found["roots"].items()}
+    rounded = {"norm_kernels.forward", "norm_odd.forward", "norm_kernels.forward_long", "quantize_after.norm"}
+    assert {name: of for name, of in roots.items() if of} == dict.fromkeys(rounded, {"sqrt.rn.f32"})
 
 
 def test_a_device_that_lacks_a_format_says_so(found):

@@ -42,7 +42,7 @@ def _forward(
         mean = tl.sum(x, 1) / width
         tl.store(mean_ptr + row, mean, mask=row < rows)
     centred = tl.where(inside, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) * alpha + eps)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) * alpha + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = centred * rstd[:, None]
     each = tl.broadcast_to(i, [ROWS, BLOCK])  # else the threads share short rows of w and b, by narrow accesses
@@ -97,7 +97,7 @@ def _forward_long(
         i = start + tl.arange(0, BLOCK)
         centred = tl.where(i < width, load_wide(x_ptr + start_of_row + i, i < width) - mean, 0.0)
         squares += centred * centred
-    rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) * alpha + eps)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) * alpha + eps)
     tl.store(rstd_ptr + tl.program_id(0), rstd)
     for start in range(0, width, BLOCK):
         i = start + tl.arange(0, BLOCK)

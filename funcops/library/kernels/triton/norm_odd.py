@@ -47,7 +47,7 @@ def _forward(
             mean = (tl.sum(x, 0) + tl.sum(x_end, 0)) / width
             tl.store(mean_ptr + row, mean)
         x, x_end = tl.where(inside, x - mean, 0.0), tl.where(at_end, x_end - mean, 0.0)
-        rstd = 1.0 / tl.sqrt((tl.sum(x * x, 0) + tl.sum(x_end * x_end, 0)) * alpha + eps)
+        rstd = 1.0 / tl.sqrt_rn((tl.sum(x * x, 0) + tl.sum(x_end * x_end, 0)) * alpha + eps)
         tl.store(rstd_ptr + row, rstd)
         y, y_end = x * rstd, x_end * rstd
         if WEIGHT:

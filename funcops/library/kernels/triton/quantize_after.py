@@ -57,7 +57,7 @@ def _norm(
         mean = tl.sum(x, 1) / width
         tl.store(mean_ptr + row, mean, mask=row < rows)
     centred = tl.where(inside, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) * alpha + eps)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) * alpha + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     each = tl.broadcast_to(i, [ROWS, BLOCK])
     y = centred * rstd[:, None] * (load_wide(w_ptr + each, each < width) + (1.0 if SHIFTED else 0.0))
