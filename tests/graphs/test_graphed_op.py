@@ -189,7 +189,7 @@ def test_gradients_of_two_replays_add_up(device):
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_into_stands_where_an_op_takes_it(captured):
-    """Of a capture with accumulators they are the only ones; what cannot be added to raises before the slot is freed."""
+    """A capture with accumulators adds to them alone; what cannot be added to raises before the slot is freed."""
     cfg, x, dy = LinearConfig(4, 3), torch.randn(2, 4), torch.randn(2, 3)
     params = linear.init(cfg, key=random.key(0))
     sums = tree_map_tensors(torch.ones_like, params)

@@ -24,7 +24,7 @@ class Made(TorchDispatchMode):
 
 
 def bytes_alive(call, own):
-    """The bytes of the storages that the graph behind the result of `call()` holds, without the tensors of `own()` after the call."""
+    """The bytes of the storages that the graph behind `call()` holds, without the tensors of `own()` after the call."""
     with Made() as made:
         graph = [t.grad_fn for t in tree_leaves(call()) if isinstance(t, Tensor)]
     gc.collect()

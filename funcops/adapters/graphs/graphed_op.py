@@ -93,8 +93,8 @@ class GraphedOp:
         return dx, InFlight(self, PENDING, residuals.slot, slot.enter(PENDING), pending)
 
     def wgrad(self, pending: InFlight, *, into: Any = None) -> Any:
-        """Return dparams, which the caller owns, or `into` with them added. Frees the slot. `into` is that of the capture, to which
-        the graph adds by itself; of a capture without one, any tree like dparams."""
+        """Return dparams, which the caller owns, or `into` with them added. Frees the slot. `into` must be the capture's, to which
+        the graph adds by itself, or for a capture without one any tree like dparams."""
         slot = self._slot("wgrad", pending, PENDING)
         self._check_into("wgrad", slot.results["wgrad"], into)
         slot.replay("wgrad")
@@ -116,7 +116,8 @@ class GraphedOp:
         if into is not None and self._into is None:
             check_into(where, into, dparams)
         elif into is not None and list(map(id, leaves(into))) != list(map(id, leaves(self._into))):
-            wanted = f"the tensors of graphed_op(..., into=), to which the graph adds (leave it out, or capture {self.op.name} again)"
+            remedy = f"leave it out, or capture {self.op.name} again"
+            wanted = f"the tensors of graphed_op(..., into=), to which the graph adds ({remedy})"
             fail(where, "into", wanted, "others")
 
     def _added(self, half: str, dparams: Any, into: Any) -> Any:
@@ -212,8 +213,8 @@ def graphed_op(
     Params are pinned: an optimiser writes to them in place. x and dy are copied; `inputs` sets other policies for leaves of x, by
     glob over its dotted paths. dy: an example of y's gradient, by default like y, with None for integers; later a None stands for
     zeros. A traced function or module must be in the state and mode of the capture. `into`: accumulators like params, also pinned,
-    to which every weight gradient is added (main_grad), by the graph; without them, the caller owns dparams, which are never a buffer
-    of the graph, and `wgrad` and `bwd` take an `into` as an op's do.
+    to which every weight gradient is added (main_grad), by the graph; without them, the caller owns dparams, never a buffer of
+    the graph, and `wgrad` and `bwd` take an `into` as an op's do.
     `outputs` (for y and dx), `warmup`, `pool` and the rest are as for `graphed`. Each slot has its own memory pool; `pool`, if
     given, is for the first. Borrowed y and dx are valid until the next `fwd` in their slot.
 

@@ -177,7 +177,7 @@ def _running(names: Mapping[int, str]) -> str:
 
 
 def _readers(y: Any) -> dict[int, tuple[str, str]]:
-    """For each `_Held` behind y, by identity: the path of the residual of an op of funcops, or "", and its reader in the backward."""
+    """For each `_Held` behind y, by identity: the path of the residual of an op here, or "", and its reader in the backward."""
     found: dict[int, tuple[str, str]] = {}
     try:
         results: Sequence[Tensor] = Form(y, {}).tensors()

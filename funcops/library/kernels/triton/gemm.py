@@ -18,7 +18,7 @@ from funcops.library.kernels.triton.activation import activate, derivative
 from funcops.library.kernels.triton.common import INTERPRETED, load_wide, rounded, store_rounded
 
 BARRIERS = 1024  # bytes, at most, of the barriers of a pipeline
-AHEAD = tl.constexpr(1024)  # of K: so long before its end a product asks for what its epilogue reads; earlier, the cache might lose it
+AHEAD = tl.constexpr(1024)  # of K: so long before its end the epilogue's tensor is asked for; earlier, a cache might lose it
 
 
 @triton.jit
@@ -157,8 +157,8 @@ def _lines(ptr, tile_m, tile_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 @triton.jit
 def _request(lines, now):
-    """Ask for lines, which then come to the L2 cache: no thread waits for them, and no register or shared memory holds them. Under a
-    branch, wgmma would no longer overlap."""
+    """Ask for lines, which then come to the L2 cache: no thread waits for them, and no register or shared memory holds them. Under
+    a branch, wgmma would no longer overlap."""
     asked: tl.constexpr = "{ .reg .pred now; setp.ne.b32 now, $2, 0; @now prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
     tl.inline_asm_elementwise(asked, "=r,l,r", [lines, now.to(tl.int32)], tl.int32, is_pure=False, pack=1)
 
