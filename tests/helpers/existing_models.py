@@ -16,6 +16,7 @@ GRAPH, GRAPHS = f"{ADAPTERS}test_whole.py::", f"{ADAPTERS}test_whole_models.py::
 TWO_RANKS = f"{ADAPTERS}test_distributed.py::test_two_processes_match_one"
 STRIDES, ALIVE = f"{ADAPTERS}test_torchs_layouts.py::test_strides_are_torchs", f"{ADAPTERS}test_bytes_alive.py::"
 BYTES = f"{ADAPTERS}test_module_bytes.py::"
+KEPT = f"{ADAPTERS}test_kept_reports.py::"
 BLOCKS = "tests/pages/test_docs.py::test_code_blocks_run"  # the sentence says what the block behind it shows
 LINKS = "tests/pages/test_site.py::test_a_link_of_the_site_that_leads_nowhere_is_seen"
 KEPT_BETWEEN = f"{BETWEEN}test_a_write_between_modules_is_what_the_next_one_reads"

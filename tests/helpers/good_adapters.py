@@ -132,5 +132,6 @@ ADAPTERS = {
     "nn.kept_bytes": Row(lambda: {"module": torch.nn.Linear(4, 4), "input": torch.ones(2, 4)}),
     "nn.kept_report": Row(lambda: {"module": torch.nn.Linear(4, 4), "input": torch.ones(2, 4)}),
     "nn.preview": Row(lambda: {"module": torch.nn.Linear(4, 4), "input": torch.ones(2, 4)}),
+    "nn.trainer_callback": Row(lambda: {"swap": nn.from_torch}),
     "nn.functional": Row(lambda: {"module": nn.Linear(4, 4)}),
 }

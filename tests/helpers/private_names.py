@@ -46,6 +46,7 @@ NAMES = {
     "._str": "the name of the function that makes the text of a tensor: a frame of it says that values are read",
     "torch.autograd._get_sequence_nr": "no public way to ask which autograd node is older; stages are cut by it",
     "._sequence_nr": "the same, of a node",
+    "._raw_saved_": "how torch's notes on saved tensors name them; without it a report does not say which node reads a tensor",
     "._cdata": "a storage's identity: data_ptr is 0 for every empty one and on meta",
     "._metadata": "what state_dict keeps beside its tensors, passed on as it is",
     "._schema": "which arguments an operator writes: OpOverload has no public name for it",
