@@ -26,7 +26,7 @@ BENCHES = {
     "recording": "a digest, and a step that is recorded over one that is not",
     "recipes": "low-precision recipes on this GPU: a linear layer and a Llama block, against bfloat16",
     "residuals": "bytes that a block keeps for its backward",
-    "schedule": "matrix products and live bytes of a split backward, against torch's own split",
+    "schedule": "matrix products and live bytes of a split backward, against the split of torch.distributed.pipelining",
     "step": "a training step of the example's model",
     "modules": "unmodified modules as ops: bytes kept, products and time, against autograd's and torch_remat's",
     "swapped": "Hugging Face's models after from_torch: bytes kept, and time, against torch's",

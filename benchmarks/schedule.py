@@ -1,6 +1,6 @@
-"""The cost of a split backward: matrix products, and live bytes between I and W, against torch.distributed.pipelining's own split
-of the same blocks. On the CPU, and exact: every product and every storage is counted, except params and x. And the simulator's
-predictions of published runs."""
+"""The cost of a split backward: matrix products, and live bytes between I and W, against the split of the same blocks by
+torch.distributed.pipelining. On the CPU, and exact: every product and every storage is counted, except params and x. And the
+simulator's predictions of published runs."""
 
 from __future__ import annotations
 

@@ -324,15 +324,6 @@ def compiled_functorch_raises():
             torch.compile(torch.func.grad(lambda x, layer=layer: layer(x).sum()), backend="eager")(torch.randn(4, D))
 
 
-def traces_where_a_tensor_requires_grad():
-    x = torch.randn(3, D)
-    frozen = fnn.Linear(D, D).requires_grad_(False)
-    torch.testing.assert_close(torch.jit.trace(frozen, x)(2 * x), frozen(2 * x))
-    for layer, given in ((fnn.Linear(D, D), x), (fnn.GELU(), x.clone().requires_grad_())):
-        with pytest.raises(RuntimeError, match=r"torch.jit.trace must be around calls under torch.no_grad\(\)"):
-            torch.jit.trace(layer, given)
-
-
 def conv1d_takes_no_recipe():
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     holder, x = nn.ModuleList([conv1d(32, 32), nn.Linear(32, 32)]), torch.randn(4, 32)
@@ -355,18 +346,19 @@ HELD = {  # by how each sentence, or row, of the page begins: what holds it
     "**Before it:**": PATH,
     "A model of modules": (f"{SWAP}test_only_and_skip", f"{MODELS}test_loss_and_gradients"),
     "Nothing else changes": (nothing_else_changes, TWO_RANKS, f"{NN}test_compiles", f"{TRACERS}test_dynamic_sizes_are_one_graph"),
-    "`funcops.nn` has torch's names": (
+    "`funcops.nn` has layers with torch's names": (
         f"{NN}test_modules_equal_torchs",
         f"{NN}test_state_dicts_go_both_ways",
         f"{ARGUMENTS}test_every_option_of_torch_is_asked",
         BLOCKS,
     ),
-    "`from_torch(model, example=batch)` lets": (
+    "`from_torch(model, example=batch)` makes": (
         f"{GRAPH}test_three_steps_have_the_same_bits",
         f"{GRAPH}test_calls_of_every_kind",
         BLOCKS,
     ),
-    "Results and gradients are": f"{GRAPH}test_three_steps_have_the_same_bits",
+    "Each new shape is traced": f"{GRAPH}test_calls_of_every_kind",
+    "Results and gradients equal": f"{GRAPH}test_three_steps_have_the_same_bits",
     "A call that cannot be traced": (f"{GRAPH}test_a_step_that_cannot_be_traced_runs_as_before", LINKS),
     "A `fnn.Sequential` is one chain": (
         f"{NN}test_a_sequential_is_one_node_and_ordinary_modules_split_it",
@@ -378,40 +370,38 @@ HELD = {  # by how each sentence, or row, of the page begins: what holds it
         f"{BYTES}test_small_inputs_keep_no_more_than_torchs",
     ),
     "An ordinary module in it": f"{NN}test_a_sequential_is_one_node_and_ordinary_modules_split_it",
-    "What lies between two chains": KEPT_BETWEEN,
+    "A tensor between two chains": KEPT_BETWEEN,
     "A layer keeps what `requires_grad`": (
         a_frozen_weight_keeps_no_input,
         f"{NODES}test_frozen_weights_keep_no_input_and_a_constant_x_computes_no_dgrad",
         f"{NODES}test_needs_follow_requires_grad",
     ),
     "The layers ([list]": (f"{ARGUMENTS}test_every_option_is_torchs_or_refused_when_made", LINKS),
-    "As in torch, an output": (
+    "| writing to an output that": (
         outputs_that_a_backward_reads,
         f"{ADAPTERS}test_in_place.py::test_an_output_of_a_layer_may_be_written_to",
+        f"{ADAPTERS}test_writes_compiled.py::test_a_write_is_refused_or_right",
     ),
-    "Under `torch.compile`, too": f"{ADAPTERS}test_writes_compiled.py::test_a_write_is_refused_or_right",
-    "Features that an op lacks": (
+    "| complex weights": (
         what_torchs_functions_run,
         f"{INPUTS}test_dtypes_left_to_torch",
         f"{INPUTS}test_targets_that_torch_accepts",
         f"{ARGUMENTS}test_in_place_modules_in_a_sequential",
     ),
-    "A `Dropout` in eval mode": f"{INPUTS}test_dropout_at_rest_is_x_itself",
-    "`torch.fx` traces": (
-        traces_where_a_tensor_requires_grad,
-        f"{INPUTS}test_fx_and_jit_trace",
-        f"{INPUTS}test_fx_says_what_it_cannot_trace",
-    ),
-    "`from_torch` lets the layers": (
+    "Where an op lacks a feature": what_torchs_functions_run,
+    "| an `Embedding` with": (what_torchs_functions_run, f"{NN}test_embedding"),
+    "| a `Dropout` in eval mode": f"{INPUTS}test_dropout_at_rest_is_x_itself",
+    "`from_torch` changes a model in place": (
         what_a_report_names,
         f"{SWAP}test_torch_layers",
         f"{SWAP}test_the_report_is_a_summary",
         BLOCKS,
     ),
+    "It reports what it replaced": (what_a_report_names, f"{SWAP}test_the_report_is_a_summary"),
     "A module's class becomes": (nothing_else_changes, f"{SWAP}test_torch_layers"),
     "`only=` and `skip=` take": f"{SWAP}test_only_and_skip",
     "A pattern matches a module": (f"{SWAP}test_only_and_skip", f"{SWAP}test_patterns_that_are_wrong"),
-    "`to_torch` undoes it all": (f"{SWAP}test_to_torch_undoes_it", BLOCKS),
+    "`to_torch` undoes the swap": (f"{SWAP}test_to_torch_undoes_it", BLOCKS),
     "`from_torch` knows the Hugging Face": (
         every_mlp_with_a_row_is_one_chain,
         f"{MODELS}test_every_row_has_a_model",
@@ -427,11 +417,9 @@ HELD = {  # by how each sentence, or row, of the page begins: what holds it
         f"{FIRST}test_what_from_torch_leaves_to_layers",
         BLOCKS,
     ),
-    "Further shapes are traced": (f"{FIRST}test_a_length_is_traced_when_it_comes_again", f"{GRAPH}test_many_shapes_run_as_before"),
-    "A model of which a call cannot": (
-        f"{FIRST}test_parts_are_traced_where_a_whole_cannot_be",
-        f"{FIRST}test_gradients_come_by_blocks_inside_distributed_data_parallel",
-    ),
+    "Further shapes, up to 32": (f"{FIRST}test_a_length_is_traced_when_it_comes_again", f"{GRAPH}test_many_shapes_run_as_before"),
+    "If a call cannot be traced": (f"{FIRST}test_parts_are_traced_where_a_whole_cannot_be",),
+    "So they do inside DistributedDataParallel": f"{FIRST}test_gradients_come_by_blocks_inside_distributed_data_parallel",
     "`from_torch(model, example=batch)` says": f"{FIRST}test_a_recurrent_model_is_left_to_torch",
     "`trace=False`, a policy": f"{FIRST}test_what_from_torch_leaves_to_layers",
     "A swapped layer's output": (STRIDES, layers_keep_no_more, f"{BYTES}test_a_swapped_activation_keeps_no_more_than_torchs"),
@@ -442,9 +430,9 @@ HELD = {  # by how each sentence, or row, of the page begins: what holds it
         f"{KEPT}test_a_preview_is_the_report_after_from_torch",
     ),
     "Models of 30 architectures": (the_benchmark_is_as_described, TABLE),
-    "Under autocast each keeps": (TABLE, f"{ADAPTERS}test_swapped_models.py::test_the_bytes_of_swapped_models"),
+    "Under autocast each model keeps": (TABLE, f"{ADAPTERS}test_swapped_models.py::test_the_bytes_of_swapped_models"),
     "With dropout GPT-2": TABLE,
-    '`from_torch(model, policy="minimal")` keeps': (minimal_keeps_inputs, f"{MODELS}test_policies"),
+    'With `from_torch(model, policy="minimal")` each': (minimal_keeps_inputs, f"{MODELS}test_policies"),
     "A `Sequential` or an MLP checks": (TAMPERED, f"{NN}test_a_sequential_follows_its_modules"),
     "A layer that was replaced": (replaced_layers_are_called, TAMPERED),
     "If a program replaces the forward of a class": TAMPERED,
@@ -467,45 +455,44 @@ HELD = {  # by how each sentence, or row, of the page begins: what holds it
     "Linear layers take a recipe": BY_RECIPE,
     "FP8, MXFP8 or NVFP4": (*BY_RECIPE, f"{RECIPES}test_from_torch_gives_recipes_and_takes_them_back"),
     "How their codes are made": LINKS,
-    "They go to `main_grad`": (
+    "A gradient goes to `main_grad`": (
         f"{DELAYED}test_tied_weights_main_grad_and_hooks",
         f"{DELAYED}test_hooks_fire_once_for_each_gradient",
     ),
     "A parameter that is frozen": f"{DELAYED}test_a_parameter_that_is_frozen_has_the_gradients_of_autograd",
-    "A store that is dropped": (f"{DELAYED}test_a_forgotten_store_warns", f"{DELAYED}test_a_store_without_work_left_says_nothing"),
-    "Under DistributedDataParallel use": (f"{DELAYED}test_a_distributed_model_must_not_reduce", TWO_RANKS),
-    "So does a block": (
+    "| neither `run()` nor": (f"{DELAYED}test_a_forgotten_store_warns", f"{DELAYED}test_a_store_without_work_left_says_nothing"),
+    "| DistributedDataParallel | needs": (f"{DELAYED}test_a_distributed_model_must_not_reduce", TWO_RANKS),
+    "| a backward of ops": (
         f"{DELAYED}test_a_compiled_model_delays_or_raises",
         f"{DELAYED}test_blocks_without_a_backward_and_with_a_plain_one_beside_compiled_ops",
         f"{ADAPTERS}test_twice.py::test_delayed_weight_gradients_refuse_create_graph",
     ),
-    "Under `fully_shard` call": TWO_RANKS,
+    "| `fully_shard` | needs": TWO_RANKS,
     "`differentiable(op)` is a function": (f"{NODES}test_gradients_equal_the_ops", f"{OPS}test_laws", LINKS),
     "`OpModule` makes a module": (f"{ADAPTERS}test_own_module.py::test_values_make_the_config", LINKS),
-    "`differentiable(op)`, like": (
+    "| `differentiable(op)`, or": (
         f"{MIXED}test_ops_refuse_autocast",
         f"{MIXED}test_the_remedy_works",
         f"{NODES}test_autocast_is_refused",
     ),
-    "`from_torch` raises for": (
+    "| `from_torch` with an unknown": (
         f"{SWAP}test_a_policy_that_is_wrong",
         f"{SWAP}test_a_policy_that_finds_no_mlp",
         f"{SWAP}test_patterns_that_are_wrong",
     ),
-    "A gradient of an op's gradient": (
+    "| a gradient of an op's": (
         second_derivatives_raise_and_to_torch_is_the_remedy,
         f"{ADAPTERS}test_twice.py::test_penalties_raise",
     ),
-    "`fnn.to_torch(model)` restores": second_derivatives_raise_and_to_torch_is_the_remedy,
-    "Forward mode runs": forward_mode_without_gradients,
-    "Inside `torch.func.grad`": (
+    "| forward mode": forward_mode_without_gradients,
+    "| `torch.func.grad`": (
         functorch_is_for_torchs_functions,
         compiled_functorch_raises,
         f"{NODES}test_functorch_is_refused",
         f"{OPS}test_value_and_grad",
         LINKS,
     ),
-    "Layers that are left": (functorch_is_for_torchs_functions, forward_mode_without_gradients),
+    "Layers that call torch's function": (functorch_is_for_torchs_functions, forward_mode_without_gradients),
     "**Next:**": PATH,
 }
 

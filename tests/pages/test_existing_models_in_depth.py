@@ -15,6 +15,7 @@ from existing_models import (
     FIRST,
     GRAPH,
     GRAPHS,
+    INPUTS,
     KEPT_BETWEEN,
     LINKS,
     LOW,
@@ -55,6 +56,15 @@ def op_holds_64_traces():
         for rows in range(66):
             op.fwd(None, torch.ones(rows), TorchConfig())
     assert [t.x[""] for t in op.traces()] == [f"float32[{rows}]" for rows in range(2, 66)]
+
+
+def traces_where_a_tensor_requires_grad():
+    x = torch.randn(3, D)
+    frozen = fnn.Linear(D, D).requires_grad_(False)
+    torch.testing.assert_close(torch.jit.trace(frozen, x)(2 * x), frozen(2 * x))
+    for layer, given in ((fnn.Linear(D, D), x), (fnn.GELU(), x.clone().requires_grad_())):
+        with pytest.raises(RuntimeError, match=r"torch.jit.trace must be around calls under torch.no_grad\(\)"):
+            torch.jit.trace(layer, given)
 
 
 def left_layers_run_after_a_move():
@@ -257,6 +267,8 @@ HELD = {  # by how each sentence of the page begins: what holds it
     "In a model on a CPU": (f"{TRACERS}test_what_is_slower_alone_on_a_cpu_is_left_with_the_reason", left_layers_run_after_a_move),
     "Group norms run by": group_norms_run_torchs_operator,
     "What lies between two chains": (KEPT_BETWEEN, f"{NN}test_large_inputs_recompute_what_small_ones_keep"),
+    "`torch.fx` traces": (f"{INPUTS}test_fx_and_jit_trace", f"{INPUTS}test_fx_says_what_it_cannot_trace"),
+    "`torch.jit.trace` of an op": (traces_where_a_tensor_requires_grad, f"{INPUTS}test_fx_and_jit_trace"),
     "`torch.export` with": (f"{TRACERS}test_an_exported_batch_is_of_any_size", f"{TRACERS}test_dynamic_sizes_are_one_graph"),
     "`torch.jit.script` and": f"{TRACERS}test_tools_for_torchs_classes_refuse_by_name",
     "Linear layers take a recipe": BY_RECIPE,
