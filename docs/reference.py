@@ -21,7 +21,7 @@ ROOMS = ("adapters.pipelining", *funcops._ROOMS)  # the first is not imported by
 AUTHORS = {
     "funcops.contract": (
         *("ByConfig", "make_op", "config", "OpConfig", "forward", "init_of", "dgrad_of", "wgrad_of", "recompute_of"),
-        *("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "RECOMPUTE", "accumulate", "check", "FLOATS"),
+        *("Residuals", "Pending", "Inputs", "saved", "DGRAD", "WGRAD", "RECOMPUTE", "accumulate", "check", "FLOATS"),
     )
 }
 GROUP = re.compile(r"^(?: {4})?(\w[\w ]*?)(?: {2,}|$)")

@@ -23,6 +23,7 @@ from funcops.engine.contract.pausing import take_turns as take_turns
 from funcops.engine.contract.schema import DGRAD as DGRAD
 from funcops.engine.contract.schema import RECOMPUTE as RECOMPUTE
 from funcops.engine.contract.schema import WGRAD as WGRAD
+from funcops.engine.contract.schema import Inputs as Inputs
 from funcops.engine.contract.schema import Pending as Pending
 from funcops.engine.contract.schema import Residuals as Residuals
 from funcops.engine.contract.schema import saved as saved

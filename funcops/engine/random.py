@@ -44,7 +44,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def key(seed: int, *, device: Any = None) -> Tensor:
     """A key int64[2] from an integer seed, -2^63 to 2^64 - 1, modulo 2^64; on torch's default device, unless one is given.
-    Raises `TypeError` for a seed that is not an int, `ValueError` for one outside that range.
+    A key of torch.func._random, uint64[2], is one of ours as `key.view(torch.int64)`. Raises `TypeError` for a seed
+    that is not an int, `ValueError` for one outside that range.
 
     >>> from funcops.random import key
     >>> key(7)

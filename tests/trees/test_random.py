@@ -211,3 +211,12 @@ def test_pieces_of_a_draw_without_values_have_their_own_shape():
     whole = random.uniform(random.key(0), (6, 4), ranges=(((1, 2), (4, 1)), ((0, 3),)))
     found = random.uniform(random.key(0), (6, 4), ranges=(((1, 2), (4, 1)), ((0, 3),)), device="meta")
     assert found.is_meta and found.shape == whole.shape == (3, 3)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 + 5, 2**64 - 1])
+def test_a_key_of_torch_is_a_key_as_int64(seed):
+    theirs = torch.tensor([seed, 0], dtype=torch.uint64)  # as torch.func._random.key makes it
+    assert torch.equal(random.bits(theirs.view(torch.int64), 9), random.bits(random.key(seed), 9))
+    for draw in (lambda: random.bits(theirs, 9), lambda: random.fold_in(theirs, 1), lambda: random.split(theirs, 2)):
+        with pytest.raises(TypeError, match="key must be int64, got uint64"):
+            draw()
