@@ -80,7 +80,14 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
         "glu_quantize",
         "activation_quantize",
     ),
-    "the law Right, by walks over rows and autograd": ("route_fwd", "route_bwd", "sort_by_expert", "scatter_rows", "gather_rows"),
+    "the law Right, by walks over rows and autograd": (
+        "route_fwd",
+        "route_bwd",
+        "weights_at",
+        "sort_by_expert",
+        "scatter_rows",
+        "gather_rows",
+    ),
     "test_low_residuals, by the kernels of the decoded x": ("coded_glu_fwd", "coded_glu_bwd"),
     "test_experts and the law Right, by a loop over experts": (
         "grouped_product",
