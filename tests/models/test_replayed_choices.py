@@ -118,7 +118,7 @@ def test_other_choices_and_all_gradients_are_a_dense_references(score):
 @pytest.mark.parametrize("stop", [(), tuple(range(0, 61, 5))], ids=["all", "stop"])
 @pytest.mark.parametrize("kind", ["alike", "dense first"])
 def test_what_generate_saves_gives_the_trainer_the_samplers_bits(kind, stop):
-    """Prompts of several lengths, in chunks, packed in another order; no sampler knows the last token's experts."""
+    """Prompts of several lengths are taken in chunks, rows packed in another order; no sampler knows the last token's experts."""
     cfg = model(kind)
     params, lengths = given(cfg), torch.tensor([5, 2, 7])
     sampler, ids = with_invariant(decoder(cfg, choices="saved"), queries=32), torch.randint(0, 61, (3, 7))
