@@ -42,7 +42,7 @@ def run(params, x, cfg):
     return y, chain.bwd(residuals, WithExtras(dy, dict.fromkeys(y.extras)), cfg)[0]
 
 
-@pytest.mark.turns("score", "dtype", every=3)
+@pytest.mark.turns("score", "dtype", every=6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("score", SCORES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
