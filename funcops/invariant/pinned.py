@@ -83,7 +83,8 @@ def pinned_init(cfg: PinnedConfig, *, key: Any = None, device: Any = None, dtype
 
 
 def pinned_fwd(params: Any, x: Any, cfg: PinnedConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-    """The body's y. Raises `ValueError` on a device and under a tracer, and whatever the body raises."""
+    """The body's y. Raises `ValueError` on a device by torch's kernels, under a tracer, for a kernel of Triton that is not marked
+    for the mode, and whatever the body raises."""
     require_config("pinned_fwd", cfg, PinnedConfig)
     with pinning(cfg.pins):
         y, residuals = cfg.op.fwd(params, x, cfg.cfg, needs=needs)

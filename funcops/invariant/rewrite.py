@@ -21,7 +21,8 @@ def with_invariant(cfg: Any, *, rows: int = 128, queries: int = 128) -> ChainCon
     `rows`: of a product at a time; more are faster in training, fewer in decoding. `queries`: of attention at a time. Sizes change
     the bits: training and decoding must have the same. Params, and their paths, stay. Each step runs as one call of its own, and no
     rule of fusion runs inside. Apply it after other rewrites. It promises this on the CPU, in one process, for one version of torch
-    and one number of threads, and nothing of gradients of params, which are sums over all rows.
+    and one number of threads, and nothing of gradients of params, which are sums over all rows. On a device Triton's kernels keep
+    to it by design, whatever `rows` and `queries` are; none has confirmed the bits (`funcops.models.check_invariant` tries it).
 
     Raises `TypeError` for another config than a chain's; `ValueError` for sizes that are not served and, by its path, for a part
     that lets rows depend on each other: a mean over rows, losses of a router, a capacity, dropout, scores with a softcap or a bias,

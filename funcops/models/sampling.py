@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from funcops.engine.contract.configs import config
 from funcops.engine.errors import FLOATS, check, fail, require, require_number, require_type
 from funcops.library.kernels.cross_entropy import cross_entropy_fwd
 from funcops.library.kernels.entropy import entropy_fwd
+from funcops.library.kernels.pins import pinning_where_served
 from funcops.library.ops._ids import check_ids
 
 __all__ = ["Sampled", "SamplingConfig", "log_probabilities", "sample"]
@@ -75,8 +77,8 @@ class Sampled(NamedTuple):
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """The logarithms of the probabilities of tokens [*] by the softmax of logits [*, V], which nothing divides or filters: [*],
     float32 (float64 for float64). They are the losses of `cross_entropy` with reduction="none", with the other sign, bit for bit:
-    so what a sampler saves, a trainer's loss can be compared with. Raises `ValueError` or `TypeError` for a wrong shape or dtype,
-    `IndexError` on the CPU for a token outside of the vocabulary.
+    so what a sampler saves, a trainer's loss can be compared with (on Triton, where rows of logits do not fill lines of 128 bytes, one of `with_invariant`).
+    Raises `ValueError` or `TypeError` for a wrong shape or dtype, `IndexError` on the CPU for a token outside of the vocabulary.
 
     >>> import torch
     >>> from funcops.models import log_probabilities
@@ -97,7 +99,10 @@ def _by_rows(kernel: Any, logits: Tensor, tokens: Tensor) -> list[Tensor]:
     rows, of_rows = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1)
     if len(rows) == 1:  # one row alone torch adds up in parts, by threads
         rows, of_rows = rows.expand(2, -1), of_rows.expand(2)
-    return [t[: tokens.numel()].view(*tokens.shape, *t.shape[1:]) for t in kernel(rows, of_rows, 0.0, -100, 0.0)]
+    # a row's bits do not depend on its place, but for entropies on Triton
+    with pinning_where_served(rows) if kernel is cross_entropy_fwd or rows.is_cpu else nullcontext():
+        found = kernel(rows, of_rows, 0.0, -100, 0.0)
+    return [t[: tokens.numel()].view(*tokens.shape, *t.shape[1:]) for t in found]
 
 
 def sampled(logits: Tensor, tokens: Tensor, entropy: bool) -> Sampled:

@@ -47,8 +47,9 @@ def check_invariant(params: Any, cfg: DecoderConfig, model: ChainConfig, *, toke
     require_count(where, 2, tokens=tokens)
     tokens, params = min(tokens, cfg.context), without_loss(params)
     drawn = random.uniform(random.key(0) if key is None else key, (4, 2 * tokens))
-    ids = (drawn * cfg.vocab).long()[:, : min(2 * tokens, cfg.context)]
-    own = _Own(where, params, cfg, model, ids[1, :tokens])
+    table = leaves(at(params, "embed"), is_leaf=stands_for_one)[0]
+    ids = (drawn * cfg.vocab).long()[:, : min(2 * tokens, cfg.context)].to(table.device)
+    own = _Own(where, params, cfg, model, ids[1, :tokens], table.dtype)
     for name, rows, row in (("before others", ids[1:], 0), ("behind others", ids[:2], 1), ("with padding behind it", ids[1:2], 0)):
         own.same(f"of a sequence {name}", own.forward(rows)[row, :tokens])
     part = max(2, tokens // 2)
@@ -63,10 +64,9 @@ def check_invariant(params: Any, cfg: DecoderConfig, model: ChainConfig, *, toke
 class _Own:
     """A sequence, and its log-probabilities alone, which others are compared with."""
 
-    def __init__(self, where: str, params: Any, cfg: DecoderConfig, model: ChainConfig, ids: Tensor) -> None:
-        self.where, self.params, self.cfg, self.model, self.ids, self.compared = where, params, cfg, model, ids, 0
-        table = leaves(at(params, "embed"), is_leaf=stands_for_one)[0]
-        self.dtype = table.dtype
+    def __init__(self, where: str, params: Any, cfg: DecoderConfig, model: ChainConfig, ids: Tensor, dtype: torch.dtype) -> None:
+        self.where, self.params, self.cfg, self.model, self.compared = where, params, cfg, model, 0
+        self.ids, self.dtype = ids, dtype
         self.alone = self._of(self.forward(ids[None])[0])
 
     def _of(self, logits: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class _Own:
         return logits
 
     def decoded(self, ids: Tensor, chunk: int) -> Tensor:
-        cache = cache_init(self.cfg, len(ids), context=ids.shape[1], chunk=chunk, dtype=self.dtype)
+        cache = cache_init(self.cfg, len(ids), context=ids.shape[1], chunk=chunk, dtype=self.dtype, device=ids.device)
         found = []
         for part in ids.split(cache.chunk, 1):
             logits, cache = decode(self.params, cache, part, self.cfg, model=self.model)
@@ -100,14 +100,15 @@ class _Own:
         """Compare the gradients of the sequence's embeddings, which are rows of the table's gradient if each id occurs once."""
         if self.cfg.tied or type(at(self.params, "embed")) is not EmbeddingParams or ids.numel() > self.cfg.vocab:
             return
-        ids = torch.arange(ids.numel()).view(ids.shape)
+        ids = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         wanted, got = (self._table_gradient(rows)[ids[1]] for rows in (ids[1:2], ids))
         self._equal("gradients of a sequence between others", got, wanted)
 
     def _table_gradient(self, ids: Tensor) -> Tensor:
         y, residuals = chain.fwd(self.params, decoder_x(self.cfg, ids, self.dtype), self.model)
         main = y.main if type(y) is WithExtras else y
-        slopes = torch.sin(torch.arange(self.cfg.vocab) + ids.unsqueeze(-1)).to(main.dtype)  # by token: the same in any batch
+        classes = torch.arange(self.cfg.vocab, device=ids.device)
+        slopes = torch.sin(classes + ids.unsqueeze(-1)).to(main.dtype)  # by token: the same in any batch
         dy = WithExtras(slopes, dict.fromkeys(y.extras)) if type(y) is WithExtras else slopes
         gradient: Tensor = chain.bwd(residuals, dy, self.model)[0]["embed"].weight
         return gradient

@@ -138,9 +138,9 @@ def sampled(made, tokens):
     return list(values)
 
 
-def one_case(seed, tokens=6, free=False):
+def one_case(seed, tokens=6, free=False, longest=150):
     """How many log-probabilities of one drawn case differ, by what was compared; and how many were. `free`: without the mode."""
-    made = drawn(seed, free=free)
+    made = drawn(seed, longest, free=free)
     number = made.chance.randrange(len(made.sequences))
     wrong, count = {}, 0
     want = trained(made, number)
@@ -153,14 +153,14 @@ def one_case(seed, tokens=6, free=False):
     return wrong, count
 
 
-def gradients_case(seed):
+def gradients_case(seed, longest=90):
     """Whether the dx of a sequence's tokens, before the first layer, is the same alone, before more positions, and in a batch."""
-    made = drawn(seed, longest=90)
+    made = drawn(seed, longest=longest)
     body = dataclasses.replace(made.model, steps=made.model.steps[1:], ties={})
     own = {"head": LinearParams(made.params["embed"].weight, None)} if made.cfg.tied else {}
     params = {step.name: (made.params | own)[step.name] for step in body.steps}
     generator = torch.Generator().manual_seed(seed)
-    length, count, more = made.chance.randint(1, 90), made.chance.randint(1, 4), made.chance.randint(0, 60)
+    length, count, more = made.chance.randint(1, longest), made.chance.randint(1, 4), made.chance.randint(0, 2 * longest // 3)
     x = torch.randn(count, length + more, made.cfg.dim, generator=generator).to(made.dtype)
     at = made.chance.randrange(count)
 

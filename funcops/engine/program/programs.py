@@ -67,10 +67,10 @@ def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any, pausing: bool 
     """The program for these arguments. Rules apply by the device and dtype of `main`; on the CPU, only if it is not small; never
     where a function chooses for every kernel, as in the mode of `funcops.invariant`."""
     device_type = dtype = None
-    if type(main) is Tensor:
+    if type(main) is Tensor and not (select.chosen_anywhere and select.choice()[2]):
         if (select.chosen_anywhere or not main.is_cpu) and wants_triton(main):
             device_type = "cuda"
-        elif (_compiling() or main.numel() >= rules.FEW) and not (select.chosen_anywhere and select.choice()[2]):
+        elif _compiling() or main.numel() >= rules.FEW:
             # a tracer would guard on the size
             device_type = "cpu"
         dtype = main.dtype if device_type else None

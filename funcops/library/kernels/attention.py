@@ -20,6 +20,7 @@ from funcops.engine.backend.once import once
 from funcops.library.kernels.attention_ways import VECTOR, WAYS, Pair, Way, way
 from funcops.library.kernels.block_attention import block_bwd, block_fwd, require_plain
 from funcops.library.kernels.cudnn_attention import cudnn_serves
+from funcops.library.kernels.pins import by_triton, launched_body
 from funcops.library.kernels.scored_attention import (
     Score,
     nothing_to_see,
@@ -242,6 +243,9 @@ def attend_fwd(
     that rows see alone (0: none), without a bias. `max_seqlen`: of packed sequences (0: not known)."""
     if select.chosen_anywhere and (found := select.choice()[2]) is not None:
         require_plain("attention_fwd", q, bias, score.softcap)
+        if by_triton(q):
+            body, how = launched_body(attention_fwd.kernel), (score.window, score.alibi, chunk, cu_seqlens)
+            return body(q, k, v, score.causal, score.scale, *how)  # type: ignore[no-any-return]
         return block_fwd(found, q, k, v, cu_seqlens, score, chunk)
     if chunk and cu_seqlens is not None:
         cu_seqlens, max_seqlen = once(chunk_starts, cu_seqlens, k.shape[1], chunk), chunk
@@ -274,11 +278,14 @@ def attend_bwd(
     """Compute dq, dk, dv and, if `wants_bias`, dbias."""
     if select.chosen_anywhere and (found := select.choice()[2]) is not None:
         require_plain("attention_dgrad", q, bias, score.softcap)
+        if by_triton(q):
+            body, how = launched_body(attention_bwd.kernel), (score.window, score.alibi, chunk, cu_seqlens)
+            return *body(dy, q, k, v, y, lse, score.causal, score.scale, *how), None
         return *block_bwd(found, dy, q, k, v, cu_seqlens, y, lse, score, chunk), None
     if chunk and cu_seqlens is not None:
         cu_seqlens, max_seqlen = once(chunk_starts, cu_seqlens, k.shape[1], chunk), chunk
     elif chunk:
-        return *_chunked_bwd(dy, q, k, v, y, lse, score, chunk), None
+        return *chunked_bwd(dy, q, k, v, y, lse, score, chunk), None
     served = _served(q, k, v, bias, cu_seqlens, score)
     if served == "library":
         return *attention_bwd(dy, q, k, v, y, lse, score.causal, score.scale), None
@@ -352,7 +359,7 @@ def _chunked_fwd(q: Tensor, k: Tensor, v: Tensor, score: Score, chunk: int) -> t
     return _together(ys, counts), _together(lses, counts).transpose(1, 2).contiguous()
 
 
-def _chunked_bwd(
+def chunked_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, score: Score, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     pieces = _chunks(q.shape[1], k.shape[1], chunk)

@@ -150,6 +150,29 @@ def _runs(cu_seqlens: Tensor) -> list[_Run]:
     return found
 
 
+def runs_fwd(one: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """y and logsumexp of packed sequences, by `one(q, k, v)` of each run. The ends are read on the host, on a device too: a block
+    of keys begins where its sequence does."""
+    y = q.new_zeros((*q.shape[:3], v.shape[3]))
+    of_rows = q.new_zeros(q.shape[:3], dtype=wide(q.dtype))
+    for run in _runs(cu_seqlens):
+        out, own = one(run.apart(q), run.apart(k), run.apart(v))
+        y[0, run.at], of_rows[0, run.at] = run.together(out), run.together(own.transpose(1, 2))
+    return y, of_rows.transpose(1, 2).contiguous()
+
+
+def runs_bwd(
+    one: Any, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of packed sequences, by `one(dy, q, k, v, y, lse)` of each run."""
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for run in _runs(cu_seqlens):
+        d, *parts, out, own = [run.apart(t) for t in (dy, q, k, v, y, lse.transpose(1, 2))]
+        for whole, part in zip((dq, dk, dv), one(d, *parts, out, own.transpose(1, 2)), strict=True):
+            whole[0, run.at] = run.together(part)
+    return dq, dk, dv
+
+
 def block_fwd(
     pins: Pins, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, score: Score, chunk: int
 ) -> tuple[Tensor, Tensor]:
@@ -159,11 +182,7 @@ def block_fwd(
     if nothing_to_see(q, k):
         return y, lse
     if cu_seqlens is not None:
-        of_rows = lse.transpose(1, 2)
-        for run in _runs(cu_seqlens):
-            out, own = block_fwd(pins, run.apart(q), run.apart(k), run.apart(v), None, score, chunk)
-            y[0, run.at], of_rows[0, run.at] = run.together(out), run.together(own.transpose(1, 2))
-        return y, lse
+        return runs_fwd(lambda q, k, v: block_fwd(pins, q, k, v, None, score, chunk), q, k, v, cu_seqlens)
     if not score.causal:
         out, lse = _forward(*[_heads(t, width) for t in (q, k, v)], 0.0, False, attn_mask=_whole(q, k, score), scale=score.scale)
         return out.transpose(1, 2)[..., : v.shape[3]], lse
@@ -190,17 +209,16 @@ def block_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv. dk and dv of a position are sums over the queries after it, in their order: of queries whose dy is 0 the terms
     are 0."""
-    grads = dq, dk, dv = torch.zeros_like(q), k.new_zeros(k.shape, dtype=wide(k.dtype)), v.new_zeros(v.shape, dtype=wide(v.dtype))
+    dq, dk, dv = torch.zeros_like(q), k.new_zeros(k.shape, dtype=wide(k.dtype)), v.new_zeros(v.shape, dtype=wide(v.dtype))
     width = max(q.shape[3], v.shape[3])
     if nothing_to_see(q, k):
         return dq, dk.to(k.dtype), dv.to(v.dtype)
     if cu_seqlens is not None:
-        for run in _runs(cu_seqlens):
-            d, *parts, out, own = [run.apart(t) for t in (dy, q, k, v, y, lse.transpose(1, 2))]
-            found = block_bwd(pins, d, parts[0], parts[1], parts[2], None, out, own.transpose(1, 2), score, chunk)
-            for whole, part in zip(grads, found, strict=True):
-                whole[0, run.at] = run.together(part)
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+        def one(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return block_bwd(pins, dy, q, k, v, None, y, lse, score, chunk)
+
+        return runs_bwd(one, dy, q, k, v, cu_seqlens, y, lse)
     if not score.causal:
         given = [_heads(t, width) for t in (dy, q, k, v, y)]
         found = _backward(*given, lse.contiguous(), 0.0, False, attn_mask=_whole(q, k, score), scale=score.scale)

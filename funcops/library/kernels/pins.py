@@ -7,6 +7,9 @@ A product of torch on the CPU orders its sums by how many rows it gets: only pro
 same bits beside any others. So a pinned product takes `Pins.rows` rows at a time, and the last ones with rows of zeros. An
 elementwise function of torch computes 32 floats at a time and the rest by another formula: a pinned one gets a multiple of 32.
 Attention takes blocks of `Pins.queries` queries, which begin at multiples of it (`block_attention`).
+
+Triton's kernels are ours, so there the sizes follow from widths and dtypes alone: an implementation that keeps to it in the mode is
+marked (`launched`), and any other is refused by name. `Pins` does not choose among their tiles.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,14 +31,16 @@ from funcops.engine.errors import fail, require_count
 if TYPE_CHECKING:
     from funcops.engine.backend import Kernel
 
-__all__ = ["Pins", "in_blocks", "in_pieces", "in_vectors", "own", "pinned", "pinning", "pins", "vectorized"]
+__all__ = ["Pins", "in_blocks", "in_pieces", "in_vectors", "launched", "own", "pinned", "pinning", "pins", "vectorized"]
 
 VECTORS = 32  # elements that torch's loops on the CPU compute at a time; the rest goes by another formula
 MOST = 128  # queries of a block of attention
 ALONE = 1 << 15  # elements that torch's loops leave to one thread
 LEAST = 16  # columns of a product: fewer may be a product of matrix and vector, which sums in another order
 NOMINAL = 32  # blocks of rows for which classes are cut into chunks, whatever the number of rows is
+ADDRESS = 16  # bytes: Triton builds another kernel, whose sums may have another order, for addresses that are not multiples of it
 _bodies: dict[Kernel, Callable[..., Any]] = {}
+_launched: dict[Kernel, Callable[..., Any]] = {}
 
 
 class Pins(NamedTuple):
@@ -49,6 +54,8 @@ class Pins(NamedTuple):
     def __call__(self, kernel: Kernel, first: Tensor) -> Callable[..., Any]:
         where = f"{kernel.name} in invariant mode"
         require_eager(where, first)
+        if by_triton(first) and not kernel.library:
+            return functools.partial(_launch, kernel, launched_body(kernel))
         if kernel.rows == "mixed":
             remedy = "'each' or 'pinned' (declare @kernel(rows=...) once its rows do not depend on others)"
             fail(where, "rows", remedy, "'mixed'")
@@ -60,13 +67,49 @@ class Pins(NamedTuple):
         return functools.partial(_bodies[kernel], self)
 
 
+def by_triton(first: Tensor) -> bool:
+    """Whether a kernel for tensors like `first` is Triton's, and not torch's on the CPU."""
+    return select.wants_triton(first) and first.dtype is not torch.float64
+
+
+def launched_body(kernel: Kernel) -> Callable[..., Any]:
+    """The body that runs a kernel by Triton in the mode. Raises `ValueError` for a kernel without one."""
+    kernel.find_triton()
+    if kernel not in _launched:
+        wanted = "apart in its Triton implementation, which says so by @launched"
+        fail(f"{kernel.name} in invariant mode", "rows", wanted, "an implementation that does not, or none")
+    return _launched[kernel]
+
+
+def at_sixteen(t: Tensor) -> Tensor:
+    """t, or a copy if its address is not a multiple of 16 bytes, for which another build would serve."""
+    return t.clone() if t.data_ptr() % ADDRESS else t
+
+
+def _launch(kernel: Kernel, body: Callable[..., Any], *args: Any) -> Any:
+    given = [at_sixteen(t) if isinstance(t, Tensor) else t for t in args]
+    with torch.cuda.device_of(args[0]):
+        result = body(*given)
+    for t, copy in zip(args, given, strict=True):
+        if t is not copy and kernel.mutates:
+            t.copy_(copy)
+    return result
+
+
 def require_eager(where: str, first: Tensor) -> None:
-    """Raise `ValueError` unless torch runs a call like this on the CPU, as it is written."""
-    if not first.is_cpu or select.choice()[0] == "triton":
-        on = "Triton" if first.is_cpu else first.device
-        fail(where, "device", "the CPU by torch: a device is not promised until the law has run on one", on)
+    """Raise `ValueError` unless a call like this runs as it is written, by torch on the CPU or by Triton."""
+    if not (first.is_cpu or by_triton(first)):
+        wanted = "the CPU by torch, or Triton's kernels: torch's on a device choose an order of sums by the number of rows"
+        fail(where, "device", wanted, f"{first.dtype} on {first.device} by torch")
     if tracing() or capturing():
         fail(where, "call", "eager: a compiler orders sums by itself, and a recorder reads no positions", "a call under a tracer")
+
+
+def require_our_products(where: str) -> None:
+    """Raise `ValueError` in a block that requests products of a library on a device."""
+    if select.choice()[1] not in (None, "auto", "triton"):
+        wanted = "'auto' or 'triton' in invariant mode: a library chooses by the number of rows"
+        fail(where, "gemm", wanted, repr(select.choice()[1]))
 
 
 def check_pins(where: str, found: Pins) -> None:
@@ -87,11 +130,30 @@ def pinning(found: Pins) -> AbstractContextManager[None]:
     return select.chosen((*select.choice()[:2], found))
 
 
+def pinning_where_served(first: Tensor) -> AbstractContextManager[Any]:
+    """A block in the mode, if it is not one and a call like this runs in it; else a block in which nothing changes."""
+    served = (first.is_cpu or by_triton(first)) and not (tracing() or capturing() or pins())
+    return pinning(Pins()) if served else nullcontext()
+
+
 def pinned(kernel: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: `body(pins, *args)` runs a kernel that is declared with `rows="pinned"`, in the mode."""
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         _bodies[kernel.kernel] = body
+        return body
+
+    return decorate
+
+
+def launched(kernel: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: `body(*args)` runs a kernel by Triton in the mode, and there a row's bits do not depend on other rows. The body is
+    the Triton implementation itself, which is declared before, or one for the mode alone."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        implementation = kernel.kernel.triton_impl
+        declared = getattr(implementation, "__wrapped__", implementation) is body
+        _launched[kernel.kernel] = implementation if declared else body
         return body
 
     return decorate

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import activation as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.common import cdiv, load_wide, store_rounded
 
 BLOCK = 1024
@@ -133,6 +134,7 @@ def _backward(dy_ptr, x_ptr, dx_ptr, n, KIND: tl.constexpr, BLOCK: tl.constexpr)
 _launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
 
 
+@launched(declared.activation_fwd)
 @declared.activation_fwd.triton
 def activation_fwd(x: Tensor, kind: str) -> Tensor:
     x = x.contiguous()
@@ -142,6 +144,7 @@ def activation_fwd(x: Tensor, kind: str) -> Tensor:
     return y
 
 
+@launched(declared.activation_bwd)
 @declared.activation_bwd.triton
 def activation_bwd(dy: Tensor, x: Tensor, kind: str) -> Tensor:
     x, dy = x.contiguous(), dy.contiguous()

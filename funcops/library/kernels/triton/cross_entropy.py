@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import cross_entropy as declared
+from funcops.library.kernels.pins import launched, pins
 from funcops.library.kernels.triton.aligned import ends, whole_groups
 from funcops.library.kernels.triton.common import block_of, load_wide, rounded, store_rounded, warps_of
 
@@ -145,12 +146,47 @@ def _both(
     _backward(dloss_ptr, dloss_step, t, labels, lse, t, n, 0, n, ignore_index, smoothing, z_loss, EVEN, BLOCK)
 
 
+@triton.jit
+def _forward_from_start(
+    logits_ptr, labels_ptr, losses_ptr, lse_ptr, vocab, ignore_index, smoothing: tl.float32, z_loss: tl.float32,
+    SMOOTHED: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """`_forward` of rows that are not aligned, from their start on."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    logits_ptr += row * vocab
+    label = tl.load(labels_ptr + row)
+    highest = tl.full([LANES], LOWEST, tl.float32)
+    weights, total = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        t = tl.load(logits_ptr + start + i, mask=start + i < vocab, other=-float("inf")).to(tl.float32)
+        highest, weights, total = _gather(t, start + i < vocab, highest, weights, total, start // LANES, SMOOTHED, DEEP, LANES)
+    top = tl.max(highest, 0)
+    rest = tl.log(tl.sum(weights * tl.exp(highest - top), 0))
+    wanted = (label >= 0) & (label < vocab)
+    picked = load_wide(logits_ptr + label, wanted) - top
+    loss = rest - picked + z_loss * (top + rest) * (top + rest)
+    if SMOOTHED:
+        sum_t = tl.sum(lowered(total, seen_by_lanes(vocab, DEEP, LANES, BLOCK), highest, top), 0)
+        loss += smoothing * (picked - sum_t / vocab)
+    loss = tl.where(wanted, loss, float("nan"))
+    tl.store(losses_ptr + row, tl.where(label == ignore_index, 0.0, loss))
+    tl.store(lse_ptr + 2 * row, top)
+    tl.store(lse_ptr + 2 * row + 1, rest)
+
+
 _launch_forward, _launch_backward, _launch_both = launcher(_forward), launcher(_backward), launcher(_both)
+_launch_from_start = launcher(_forward_from_start)
 
 
 def _even(logits: Tensor) -> bool:
     """Whether every row begins with a line of the cache."""
     return logits.shape[1] * logits.element_size() % LINE.value == 0
+
+
+def _from_the_start(logits: Tensor) -> bool:
+    """Whether rows that begin and end anywhere in lines of the cache are read from their start on: in the mode of `pins`, as else
+    the order of a row's sum depends on its position."""
+    return not _even(logits) and pins() is not None
 
 
 def tile_of(logits: Tensor, most: int) -> tuple[int, int, int, int]:
@@ -162,13 +198,20 @@ def tile_of(logits: Tensor, most: int) -> tuple[int, int, int, int]:
     return lanes, chunks // lanes, block, warps
 
 
+@launched(declared.cross_entropy_fwd)
 @declared.cross_entropy_fwd.triton
 def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
     logits, labels = logits.contiguous(), labels.contiguous()
     rows, vocab = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
     lse = losses.new_empty((rows, 2))
-    if rows:
+    if rows and _from_the_start(logits):
+        lanes, deep, block, warps = tile_of(logits, BLOCK)
+        _launch_from_start(
+            rows, 1, 1, logits, labels, losses, lse, vocab, ignore_index, smoothing, z_loss, smoothing != 0.0, deep, lanes, block,
+            num_warps=warps,
+        )
+    elif rows:
         lanes, deep, block, warps = tile_of(logits, BLOCK)
         _launch_forward(
             rows, 1, 1, logits, labels, losses, lse, vocab, ignore_index, smoothing, z_loss, smoothing != 0.0,
@@ -177,6 +220,7 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_i
     return losses, lse
 
 
+@launched(declared.cross_entropy_bwd)
 @declared.cross_entropy_bwd.triton
 def cross_entropy_bwd(
     dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
@@ -189,6 +233,7 @@ def cross_entropy_bwd(
     return dlogits
 
 
+@launched(declared.cross_entropy_bwd_owned)
 @declared.cross_entropy_bwd_owned.triton
 def cross_entropy_bwd_owned(
     dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
@@ -197,11 +242,16 @@ def cross_entropy_bwd_owned(
     _gradient(dloss, logits, labels, logsumexp, logits, smoothing, ignore_index, z_loss, first, vocab)
 
 
+@launched(declared.cross_entropy_with_gradient)
 @declared.cross_entropy_with_gradient.triton
 def cross_entropy_with_gradient(
     dloss: Tensor, logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float
 ) -> Tensor:
     rows, vocab = logits.shape
+    if _from_the_start(logits):
+        losses, lse = cross_entropy_fwd(logits, labels, smoothing, ignore_index, z_loss)
+        _gradient(dloss, logits, labels, lse, logits, smoothing, ignore_index, z_loss, 0, vocab)
+        return losses
     losses = logits.new_empty(rows, dtype=torch.float32)
     if rows:
         lanes, deep, block, warps = tile_of(logits, 4 * BLOCK if vocab * logits.element_size() <= CACHED else BLOCK)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import embedding as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.common import block_of, cdiv, load_wide, store_rounded
 
 BLOCK, RUN, ROWS = 2048, 32, 8
@@ -96,6 +97,7 @@ def _zero_rest(ids_ptr, dw_ptr, n, steps, vocab, width, padding_idx, ROWS: tl.co
 _launch_sum_runs, _launch_sum_parts, _launch_zero_rest = launcher(_sum_runs), launcher(_sum_parts), launcher(_zero_rest)
 
 
+@launched(declared.embedding_wgrad)
 @declared.embedding_wgrad.triton
 def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
     width, n = dy.shape[-1], ids.numel()
@@ -108,6 +110,7 @@ def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Te
     return dw
 
 
+@launched(declared.embedding_wgrad_into)
 @declared.embedding_wgrad_into.triton
 def embedding_wgrad_into(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor) -> None:
     if ids.numel() and dy.shape[-1]:

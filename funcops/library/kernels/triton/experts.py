@@ -13,6 +13,7 @@ from torch import Tensor
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import experts as declared
 from funcops.library.kernels.glu import GATES
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.common import INTERPRETED, cdiv, contiguous, load_wide, rounded, store_rounded
 from funcops.library.kernels.triton.gemm import add_product, tile_of
 from funcops.library.kernels.triton.gemm_table import Tile
@@ -180,6 +181,7 @@ def _dweights(
 _launch_up, _launch_down_dgrad, _launch_dweights = launcher(_up), launcher(_down_dgrad), launcher(_dweights)
 
 
+@launched(declared.experts_up)
 @declared.experts_up.triton
 def experts_up(
     x: Tensor, up: Tensor, bias: Optional[Tensor], weights: Tensor, order: Tensor, offsets: Tensor, kind: str, limit: float,
@@ -210,6 +212,7 @@ def paired(dtype: torch.dtype, tile: Tile) -> Tile:
     return tile._replace(n=tile.n // 2)
 
 
+@launched(declared.experts_dgrad)
 @declared.experts_dgrad.triton
 def experts_dgrad(
     dy: Tensor, down: Optional[Tensor], z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from funcops.library.kernels import fused_linear as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.common import contiguous
 from funcops.library.kernels.triton.matmul import Epilogue, columns_of, multiply, rows_of
+from funcops.library.kernels.triton.pinned_products import product_of_rows
 
 
 @declared.fused_linear_fwd.triton
@@ -47,6 +49,13 @@ def fused_linear_dgrad_into(dy: Tensor, w: Tensor, scale: float, into: Tensor) -
         multiply(rows_of(dy), rows_of(w), into, Epilogue(add=into, scale=scale))
 
 
+@launched(declared.fused_linear_dgrad_into)
+def _pinned_dgrad_into(dy: Tensor, w: Tensor, scale: float, into: Tensor) -> None:
+    product_of_rows(dy, rows_of(w), Epilogue(add=into, scale=scale), into)
+    torch.autograd.graph.increment_version(into)
+
+
+@launched(declared.fused_linear_wgrad)
 @declared.fused_linear_wgrad.triton
 def fused_linear_wgrad(dy: Tensor, x: Tensor, scale: float, bias: bool) -> tuple[Tensor, Optional[Tensor]]:
     dw = dy.new_empty(dy.shape[-1], x.shape[-1])
@@ -56,6 +65,7 @@ def fused_linear_wgrad(dy: Tensor, x: Tensor, scale: float, bias: bool) -> tuple
     return dw, db
 
 
+@launched(declared.fused_linear_wgrad_into)
 @declared.fused_linear_wgrad_into.triton
 def fused_linear_wgrad_into(dy: Tensor, x: Tensor, scale: float, dw: Tensor, db: Optional[Tensor]) -> None:
     if dw.numel():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import glu as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.activation import activate, derivative, saturated, sigmoid
 from funcops.library.kernels.triton.common import block_of, flat_rows, load_wide, store_rounded, warps_of
 
@@ -132,11 +133,13 @@ def gate_gradients(
     return d_x, d_scales
 
 
+@launched(declared.glu_fwd)
 @declared.glu_fwd.triton
 def glu_fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool) -> Tensor:
     return gated(x, scales, declared.GATES[kind], first, 0.0, 0.0, 0.0)
 
 
+@launched(declared.glu_bwd)
 @declared.glu_bwd.triton
 def glu_bwd(
     dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, dx: bool, dscales: bool
@@ -158,6 +161,7 @@ def _even_rows(t: Tensor) -> tuple[Tensor, int, int]:
     return (t, rows // 16, 16 * width) if width % 16 and rows % 16 == 0 else (t, rows, width)
 
 
+@launched(declared.glu_pair_fwd)
 @declared.glu_pair_fwd.triton
 def glu_pair_fwd(gate: Tensor, linear: Tensor, kind: str) -> Tensor:
     gate, rows, width = _even_rows(gate)
@@ -181,6 +185,7 @@ def _pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str, recompute: bo
     return d_gate, d_linear
 
 
+@launched(declared.glu_pair_bwd)
 @declared.glu_pair_bwd.triton
 def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return _pair_bwd(dy, gate, linear, kind, False)
@@ -191,11 +196,13 @@ def glu_pair_bwd_recompute(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) 
     return _pair_bwd(dy, gate, linear, kind, True)
 
 
+@launched(declared.clamped_swiglu_fwd)
 @declared.clamped_swiglu_fwd.triton
 def clamped_swiglu_fwd(x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float) -> Tensor:
     return gated(x, scales, "clamped_swiglu", first, limit, alpha, offset)
 
 
+@launched(declared.clamped_swiglu_bwd)
 @declared.clamped_swiglu_bwd.triton
 def clamped_swiglu_bwd(
     dy: Tensor,

@@ -21,6 +21,7 @@ from torch import Tensor
 from funcops.engine.backend.launch import launcher
 from funcops.engine.backend.select import gemm_provider
 from funcops.library.kernels import grouped as declared
+from funcops.library.kernels.pins import launched, pins, require_our_products
 from funcops.library.kernels.triton.common import INTERPRETED, cdiv, contiguous, load_wide, next_power_of_2, store_rounded
 from funcops.library.kernels.triton.gemm import add_product, tile_of
 from funcops.library.kernels.triton.gemm_table import FP32_UNALIGNED, GROUPED, SMALL, SQUARE, UNALIGNED_FUSED, WIDE, Tile
@@ -224,13 +225,14 @@ _launch_described, _launch_wgrad_described = launcher(_described), launcher(_wgr
 
 
 def tile_for(dtype: torch.dtype, rows: int, groups: int, *widths: int) -> Tile:
-    """Choose the tile, by shapes alone. `widths`: the lengths of all matrices' rows, which are aligned if multiples of 16."""
+    """Choose the tile, by shapes alone; in the mode of `pins` not by `rows`. `widths`: the lengths of all matrices' rows, which are
+    aligned if multiples of 16."""
     even = all([width % 16 == 0 for width in widths])
     if dtype is torch.float32:
         return FP32 if even else FP32_ODD
     if not even:
         return UNALIGNED_FUSED
-    return SQUARE if min(widths) > FEW_ROWS and rows > FEW_ROWS * groups else SMALL
+    return SQUARE if min(widths) > FEW_ROWS and (rows > FEW_ROWS * groups or pins() is not None) else SMALL
 
 
 def row_tiles(rows: int, groups: int, tile: Tile) -> int:
@@ -243,7 +245,11 @@ def blocks_of(groups: int) -> int:
 
 
 def way_of(kind: str, *operands: Tensor) -> str:
-    """Which kernel multiplies rows and matrices, or rows and rows: "pointer", "descriptor" or "library"."""
+    """Which kernel multiplies rows and matrices, or rows and rows: "pointer", "descriptor" or "library". In the mode of `pins` the
+    first: the others serve by addresses and numbers of rows."""
+    if pins() is not None:
+        require_our_products("a grouped product")
+        return "pointer"
     provider = gemm_provider()
     way = {"specialised": "descriptor", "cublas": "library"}.get(provider, GROUPED[kind])
     if way == "descriptor":
@@ -262,6 +268,7 @@ def _flat(t: Tensor) -> Tensor:
     return t.contiguous().view(-1, t.shape[-1])
 
 
+@launched(declared.grouped_product)
 @declared.grouped_product.triton
 def grouped_product(
     a: Tensor, w: Tensor, b: Optional[Tensor], offsets: Tensor, index: Optional[Tensor], every: int, scales: Optional[Tensor],
@@ -298,6 +305,7 @@ def grouped_product(
     return y
 
 
+@launched(declared.grouped_wgrad)
 @declared.grouped_wgrad.triton
 def grouped_wgrad(
     dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
@@ -313,6 +321,7 @@ def grouped_wgrad(
     return dw, db
 
 
+@launched(declared.grouped_wgrad_into)
 @declared.grouped_wgrad_into.triton
 def grouped_wgrad_into(
     dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from funcops.library.kernels import linear as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.common import contiguous
 from funcops.library.kernels.triton.matmul import PLAIN, Epilogue, columns_of, left_to_library, matmul, rows_of, sum_rows
+from funcops.library.kernels.triton.pinned_products import product_of_rows
 
 
 @declared.linear_fwd.triton
@@ -34,6 +36,7 @@ def linear_dgrad(dy: Tensor, w: Tensor) -> Tensor:
     return dx
 
 
+@launched(declared.linear_wgrad)
 @declared.linear_wgrad.triton
 def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
     if x is None or left_to_library("none", dy.dtype, dy.shape[-1], x.shape[-1]):
@@ -51,3 +54,18 @@ def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[
 @declared.linear_bwd.triton
 def linear_bwd(dy: Tensor, x: Optional[Tensor], w: Tensor, bias: bool) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
     return linear_dgrad(dy, w), *linear_wgrad(dy, x, bias)
+
+
+@launched(declared.linear_fwd)
+def _pinned_fwd(x: Tensor, w: Tensor, b: Optional[Tensor]) -> Tensor:
+    return product_of_rows(x, columns_of(w), Epilogue(bias=contiguous(b)))
+
+
+@launched(declared.linear_dgrad)
+def _pinned_dgrad(dy: Tensor, w: Tensor) -> Tensor:
+    return product_of_rows(dy, rows_of(w), PLAIN)
+
+
+@launched(declared.linear_bwd)
+def _pinned_bwd(dy: Tensor, x: Optional[Tensor], w: Tensor, bias: bool) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    return _pinned_dgrad(dy, w), *linear_wgrad(dy, x, bias)

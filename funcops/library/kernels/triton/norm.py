@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcops.library.kernels import norm as declared
+from funcops.library.kernels.pins import launched, pins
 from funcops.library.kernels.triton import norm_kernels as kernels
 from funcops.library.kernels.triton import norm_odd
 from funcops.library.kernels.triton.aligned import GROUP
@@ -55,6 +56,12 @@ class Whole(NamedTuple):
 def odd(width: int) -> bool:
     """Whether the kernels of `norm_odd` take rows of this width. Of shorter rows a tile has several."""
     return width % 16 != 0 and width > FORWARD_TILE
+
+
+def from_the_start(width: int) -> bool:
+    """Whether rows that `norm_odd` would cut where the tensor's groups of elements begin, which depends on a row's position, are
+    taken in chunks from their start on, as longer ones are: in the mode of `pins`."""
+    return odd(width) and pins() is not None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -136,7 +143,7 @@ def normalise(
     tensors = w, b, y, stream, mean, rstd
     if not rows:
         pass
-    elif width > (LONGEST if width % 16 == 0 else ODD_LONGEST):
+    elif width > (LONGEST if width % 16 == 0 else ODD_LONGEST) or from_the_start(width):
         kernels.launch_forward_long(
             rows, 1, 1, x, residual, *tensors, width, how.alpha, how.eps, *flags, CHUNK, num_warps=warps_of(CHUNK)
         )
@@ -166,7 +173,7 @@ def gradients(
     dy, w, add, b = dy.contiguous(), contiguous(w), contiguous(add), contiguous(b)
     mean, rstd = contiguous(mean), rstd.contiguous()
     d_x = torch.empty_like(x) if dx else None
-    whole = whole_rows(width, x.itemsize)
+    whole = None if from_the_start(width) else whole_rows(width, x.itemsize)
     parts, apart = number_of_parts(rows, width, whole), whole is not None and odd(width)
     d_w, d_b = room(x, parts, apart) if dw else None, room(x, parts, apart) if db else None
     flags = add is not None, how.centre, w is not None, how.shifted
@@ -208,12 +215,14 @@ def gradients(
     return d_x, d_w, d_b
 
 
+@launched(declared.rms_norm_fwd)
 @declared.rms_norm_fwd.triton
 def rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
     y, _, rstd, _ = normalise(x, w, None, Norm(1.0 / x.shape[-1], False, centred, eps))
     return y, rstd
 
 
+@launched(declared.rms_norm_bwd)
 @declared.rms_norm_bwd.triton
 def rms_norm_bwd(
     dy: Tensor, x: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool
@@ -226,6 +235,7 @@ def _rms_norm_bwd_fake(x: Tensor, dx: bool, dw: bool) -> tuple[Optional[Tensor],
     return torch.empty_like(x) if dx else None, parts_like(x) if dw else None
 
 
+@launched(declared.layer_norm_fwd)
 @declared.layer_norm_fwd.triton
 def layer_norm_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd, _ = normalise(x, w, b, Norm(1.0 / x.shape[-1], True, centred, eps))
@@ -233,6 +243,7 @@ def layer_norm_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, centre
     return y, mean, rstd
 
 
+@launched(declared.layer_norm_bwd)
 @declared.layer_norm_bwd.triton
 def layer_norm_bwd(
     dy: Tensor, x: Tensor, w: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool, dx: bool, dw: bool, db: bool
@@ -263,6 +274,7 @@ def sums_like(dy: Tensor) -> Tensor:
     return room(dy, max(1, min(most, rows if odd(width) else cdiv(rows, at_once))), odd(width))
 
 
+@launched(declared.row_sums)
 @declared.row_sums.triton
 def row_sums(dy: Tensor) -> Tensor:
     width = dy.shape[-1]
@@ -285,6 +297,7 @@ def row_sums(dy: Tensor) -> Tensor:
     return parts
 
 
+@launched(declared.sum_parts)
 @declared.sum_parts.triton
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     (parts,), stride, width = *rows_of(parts), parts.shape[1]
@@ -307,6 +320,7 @@ def _launch_sum(
     kernels.launch_sum_parts(*grid, *tensors, parts.shape[0], width, add, others is not None, rows, block, num_warps=4)
 
 
+@launched(declared.sum_two_parts)
 @declared.sum_two_parts.triton
 def sum_two_parts(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if a.shape != b.shape:
@@ -317,12 +331,14 @@ def sum_two_parts(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return totals if stride == width else (totals[0][:width], totals[1][:width])
 
 
+@launched(declared.l2_norm_fwd)
 @declared.l2_norm_fwd.triton
 def l2_norm_fwd(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, _, rstd, _ = normalise(x, None, None, Norm(1.0, eps=eps))
     return y, rstd
 
 
+@launched(declared.l2_norm_bwd)
 @declared.l2_norm_bwd.triton
 def l2_norm_bwd(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     dx = gradients(dy, x, None, None, rstd, Norm(1.0), True, False, False)[0]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import pointwise as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.activation import activate
 from funcops.library.kernels.triton.aligned import columns, spans
 from funcops.library.kernels.triton.common import cdiv, contiguous, load_wide, store_rounded
@@ -115,6 +116,7 @@ _launch_add, _launch_add_repeated, _launch_add_rows = launcher(_add), launcher(_
 _launch_scale, _launch_dropout = launcher(_scale), launcher(_dropout)
 
 
+@launched(declared.add)
 @declared.add.triton
 def add(a: Tensor, b: Tensor) -> Tensor:
     n = a.numel()
@@ -142,6 +144,7 @@ def add_repeated(a: Tensor, b: Tensor, kind: str) -> Tensor:
     return y
 
 
+@launched(declared.scale)
 @declared.scale.triton
 def scale(x: Tensor, factor: float) -> Tensor:
     x = x.contiguous()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import qkv_split as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.common import block_of, contiguous
 from funcops.library.kernels.triton.rope import TILE, angles, blocks_of, grid_of, heads_of, turn, warps_of_tile
 
@@ -74,6 +75,7 @@ def _run(joint: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Optional[Tensor]
     )
 
 
+@launched(declared.qkv_split_fwd)
 @declared.qkv_split_fwd.triton
 def qkv_split_fwd(
     qkv: Tensor, table: Optional[Tensor], heads: int, kv_heads: int, interleaved: bool
@@ -85,6 +87,7 @@ def qkv_split_fwd(
     return q, k, v
 
 
+@launched(declared.qkv_split_bwd)
 @declared.qkv_split_bwd.triton
 def qkv_split_bwd(dq: Tensor, dk: Tensor, dv: Tensor, table: Optional[Tensor], interleaved: bool) -> Tensor:
     dqkv = dq.new_empty((*dq.shape[:-2], (dq.shape[-2] + 2 * dk.shape[-2]) * dq.shape[-1]))

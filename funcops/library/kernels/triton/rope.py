@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import rope as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.common import cdiv, load_wide, next_power_of_2, store_rounded
 
 TILE = 4096  # elements at a time
@@ -105,6 +106,7 @@ def warps_of_tile(size: int) -> int:
     return max(1, min(8, size // 1024))
 
 
+@launched(declared.rope_apply)
 @declared.rope_apply.triton
 def rope_apply(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     x, table = x.contiguous(), table.contiguous()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import route as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.common import INTERPRETED, block_of, cdiv, contiguous, load_wide, next_power_of_2, store_rounded
 
 BITS = tl.constexpr(3)  # of a score that its key lacks
@@ -355,6 +356,7 @@ def _finish(
 _launch_forward, _launch_finish = launcher(_forward), launcher(_finish)
 
 
+@launched(declared.route_fwd)
 @declared.route_fwd.triton
 def route_fwd(
     logits: Tensor, bias: Optional[Tensor], top_k: int, score: str, normalize: bool, scale: float, groups: int, top_groups: int,
@@ -472,6 +474,7 @@ def _backward(
 _launch_backward = launcher(_backward)
 
 
+@launched(declared.route_bwd)
 @declared.route_bwd.triton
 def route_bwd(
     dloss: Tensor, dweights: Optional[Tensor], indices: Tensor, kept: Optional[Tensor], logits: Optional[Tensor],

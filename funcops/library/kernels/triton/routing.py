@@ -11,6 +11,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import routing as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.common import block_of, cdiv, contiguous, load_wide, store_rounded, warps_of
 
 BLOCK = 2048
@@ -50,6 +51,7 @@ def _gather(rows_ptr, place_ptr, end_ptr, y_ptr, width, choices, CUT: tl.constex
 _launch_scatter, _launch_gather = launcher(_scatter), launcher(_gather)
 
 
+@launched(declared.scatter_rows)
 @declared.scatter_rows.triton
 def scatter_rows(x: Tensor, place: Tensor, offsets: Optional[Tensor]) -> Tensor:
     rows = x.new_empty((place.numel(), x.shape[-1]))
@@ -57,6 +59,7 @@ def scatter_rows(x: Tensor, place: Tensor, offsets: Optional[Tensor]) -> Tensor:
     return rows
 
 
+@launched(declared.gather_rows)
 @declared.gather_rows.triton
 def gather_rows(rows: Tensor, place: Tensor, offsets: Optional[Tensor]) -> Tensor:
     y = rows.new_empty((place.shape[0], rows.shape[-1]))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import row_scale as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.activation import sigmoid as sigmoid_of
 from funcops.library.kernels.triton.common import block_of, contiguous, flat_rows, load_wide, store_rounded, warps_of
 
@@ -55,6 +56,7 @@ def _backward(
 _launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
 
 
+@launched(declared.row_scale_fwd)
 @declared.row_scale_fwd.triton
 def row_scale_fwd(x: Tensor, gate: Tensor, sigmoid: bool) -> Tensor:
     x, rows, width = flat_rows(x)
@@ -64,6 +66,7 @@ def row_scale_fwd(x: Tensor, gate: Tensor, sigmoid: bool) -> Tensor:
     return y
 
 
+@launched(declared.row_scale_bwd)
 @declared.row_scale_bwd.triton
 def row_scale_bwd(
     dy: Tensor, x: Optional[Tensor], gate: Tensor, sigmoid: bool, dx: bool, dgate: bool

@@ -19,8 +19,11 @@ from funcops.engine.backend.launch import launcher
 from funcops.engine.backend.shared import SharedMemory, shared_memory
 from funcops.library.kernels import slot_attention as declared
 from funcops.library.kernels.attention import by_elements
+from funcops.library.kernels.block_attention import require_plain
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.scored_attention import nothing_to_see
 from funcops.library.kernels.triton.activation import tanh
+from funcops.library.kernels.triton.attention import over_slots
 from funcops.library.kernels.triton.common import cdiv, contiguous, next_power_of_2, rounded, store_rounded
 from funcops.library.kernels.triton.matmul import precision
 from funcops.library.kernels.triton.scored_attention import Tile, _dot, _slope
@@ -256,3 +259,13 @@ def slot_attention_fwd(
             rows, 1, 1, out, lse, ends, sinks, y, rows, tokens * heads, heads, slots, width, split, MERGED, blocks[2], num_warps=4
         )
     return y
+
+
+@launched(declared.slot_attention_fwd)
+def _pinned_fwd(
+    q: Tensor, k: Tensor, v: Optional[Tensor], first: Tensor, ends: Tensor, bias: Optional[Tensor], sinks: Optional[Tensor],
+    width: int, window: int, chunk: int, softcap: float, alibi: bool, scale: float,
+) -> Tensor:
+    require_plain("slot_attention_fwd", q, bias, softcap)
+    y, lse = over_slots(q, k, k[..., :width] if v is None else v, first, ends, window, chunk, alibi, scale)
+    return declared.with_sinks(y, lse, sinks).to(q.dtype)

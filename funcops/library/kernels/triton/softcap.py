@@ -9,6 +9,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import softcap as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.activation import tanh
 from funcops.library.kernels.triton.common import cdiv, load_wide, store_rounded
 
@@ -31,6 +32,7 @@ def _backward(dy_ptr, x_ptr, dx_ptr, n, inverse: tl.float32, BLOCK: tl.constexpr
 _launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
 
 
+@launched(declared.softcap_fwd)
 @declared.softcap_fwd.triton
 def softcap_fwd(x: Tensor, cap: float) -> Tensor:
     x = x.contiguous()
@@ -40,6 +42,7 @@ def softcap_fwd(x: Tensor, cap: float) -> Tensor:
     return y
 
 
+@launched(declared.softcap_bwd)
 @declared.softcap_bwd.triton
 def softcap_bwd(dy: Tensor, x: Tensor, cap: float) -> Tensor:
     x, dy = x.contiguous(), dy.contiguous()

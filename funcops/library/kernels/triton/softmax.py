@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import softmax as declared
+from funcops.library.kernels.pins import launched
 from funcops.library.kernels.triton.common import anew, block_of, cdiv, flat_rows, load_wide, stages, store_rounded, warps_of
 
 TILE = 2048  # elements of short rows that a program takes
@@ -102,6 +103,7 @@ def kept_of(width: int, size: int) -> int:
     return min(cdiv(width, CHUNK), KEPT // (CHUNK * size))
 
 
+@launched(declared.softmax_fwd)
 @declared.softmax_fwd.triton
 def softmax_fwd(x: Tensor) -> Tensor:
     x, rows, width = flat_rows(x)
@@ -115,6 +117,7 @@ def softmax_fwd(x: Tensor) -> Tensor:
     return y
 
 
+@launched(declared.softmax_bwd)
 @declared.softmax_bwd.triton
 def softmax_bwd(dy: Tensor, y: Tensor) -> Tensor:
     y, rows, width = flat_rows(y)
