@@ -6,6 +6,7 @@ compiles all choices, so that no user is the first to compile one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -16,11 +17,24 @@ from torch import Tensor
 from funcops.library.formats import E4M3_BLOCK, E5M2_BLOCK, FORMATS, Format, by_tiles, quantize_sides, quantize_tensor, turned
 from funcops.library.formats.format import SCALING_MODES
 from funcops.library.formats.recipes import FP8, MXFP8, NVFP4, Fp8Block, Fp8Current, Recipe
-from funcops.library.kernels import add_norm, norm, quantize, quantize_after, scaled_mm
+from funcops.library.kernels import (
+    add_norm,
+    cross_entropy,
+    fused_linear,
+    linear,
+    norm,
+    quantize,
+    quantize_after,
+    scaled_mm,
+    slot_attention,
+)
+from funcops.library.kernels.attention import attend_fwd
+from funcops.library.kernels.pins import Pins, pinning
+from funcops.library.kernels.scored_attention import Score
 from funcops.library.kernels.triton.matmul import LONG, Epilogue, matmul, rows_of
 
 SIZES = {"narrow": (48, 512), "medium": (512, 512), "large": (1024, 1024)}  # of a product's output
-SHORT, ODD = 256, 3
+SHORT, ODD, ODD_WIDTH = 256, 3, 2051
 WIDTHS = 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 32784, 1001, 2049, 4099, 8191, 8193  # of a norm's rows
 
 
@@ -38,6 +52,8 @@ def choices(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     yield from _products_of_all_sizes(dtype)
     for width in WIDTHS:
         yield from norms(dtype, width)
+    for call in _invariant(dtype):
+        yield functools.partial(_pinned, call)
     if dtype is torch.bfloat16:
         for format in (*FORMATS, *RULES):
             yield from quantisers(format)
@@ -51,6 +67,35 @@ def norms(dtype: torch.dtype, width: int, rows: int = 4096) -> Iterator[Callable
     yield lambda: add_norm.add_layer_norm_fwd(x, x, w, w, 1e-6, False)
     yield lambda: add_norm.add_layer_norm_bwd(x, x, x, w, column, column, False, True, True, True)
     yield lambda: norm.row_sums(x)
+
+
+def _pinned(call: Callable[[], object]) -> object:
+    with pinning(Pins()):
+        return call()
+
+
+def _invariant(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """The launches that the mode of `library.kernels.pins` alone has: products of any number of rows; norms and losses of odd widths;
+    and attention in training and over a cache, with each option for some size of heads."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for wide, out in ((1024, 512), (1001, 333)):
+        x, w, into = empty(4096, wide), empty(out, wide), empty(4096, out, dtype=torch.float32)
+        yield functools.partial(linear.linear_fwd, x, w, empty(out))
+        yield functools.partial(linear.linear_fwd, x, w, None)
+        yield functools.partial(linear.linear_dgrad, x, empty(wide, out))
+        yield functools.partial(fused_linear.fused_linear_dgrad_into, x, empty(wide, out), 1.0, into)
+    x, w, column = empty(4096, ODD_WIDTH), empty(ODD_WIDTH), empty(4096, 1, dtype=torch.float32)
+    yield functools.partial(norm.rms_norm_fwd, x, w, 1e-6, False)
+    yield functools.partial(norm.rms_norm_bwd, x, x, w, column, False, True, True)
+    yield functools.partial(cross_entropy.cross_entropy_fwd, x, empty(4096, dtype=torch.int64), 0.1, -100, 0.0)
+    for size, window, chunk, alibi in ((64, 0, 0, False), (128, 64, 0, False), (192, 0, 64, True)):
+        q, k, cache = empty(1, 1024, 8, size), empty(1, 1024, 2, size), empty(1, 2, 1024, size)
+        yield functools.partial(attend_fwd, q, k, k, None, None, Score(True, window, 0.0, alibi, 0.1), chunk)
+        ends, how = empty(1, dtype=torch.int64), (None, None, size, window, chunk, 0.0, alibi, 0.1)
+        yield functools.partial(slot_attention.slot_attention_fwd, empty(1, 1, 8, size), cache, cache, ends, ends, *how)
 
 
 EPSILON = 1e-12

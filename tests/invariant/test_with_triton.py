@@ -90,7 +90,7 @@ def test_rows_of_odd_widths(case, dtype, monkeypatch):
 
 @pytest.mark.slow
 def test_every_op_obeys():
-    """What obeys by torch, by Triton too: no kernel is refused."""
+    """The ops that obey by torch do so by Triton: it refuses none of their kernels."""
     held = set()
     for i, case in enumerate(FIRST):
         if not law.exempt(case) and DTYPES[i % 2] in case.dtypes:

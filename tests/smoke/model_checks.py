@@ -30,8 +30,9 @@ from funcops.dist import Axis, ColumnLinearConfig, RowLinearConfig, column_linea
 from funcops.distributed import comm
 from funcops.engine.backend import backend
 from funcops.engine.trees import tree_map_tensors
+from funcops.invariant import with_invariant
 from funcops.library.kernels.cudnn_attention import cudnn_serves
-from funcops.models import DecoderConfig, LatentConfig, MoEConfig, cache_init, decode, decoder, decoder_x
+from funcops.models import DecoderConfig, LatentConfig, MoEConfig, cache_init, check_invariant, decode, decoder, decoder_x
 from funcops.testing.tolerances import assert_close
 
 SIZES = dict(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, head_size=16, hidden=96, context=64)
@@ -56,6 +57,20 @@ def decoding_gives_the_logits_of_the_cpu(on: SmokeDevice) -> Any:
                 logits.append(y.cpu())
             found.append(torch.cat(logits, 1))
         assert_close(found[1], found[0], dtype=torch.float32, length=96)
+    return {}
+
+
+@check
+def training_and_decoding_give_the_same_bits_in_the_mode(on: SmokeDevice) -> Any:
+    """With few rows and many: windows, grouped heads of 24 elements, experts, an odd vocabulary."""
+    of_experts = MoEConfig(RouteConfig(4, 2), ExpertsConfig(4, dim=64, hidden=48))
+    sizes = SIZES | dict(context=on.size(2048, 64), vocab=on.size(20_001, 131))
+    for options in (dict(), dict(windows=(40, None), norm="layer_norm"), dict(moe=of_experts, head_size=24)):
+        for dtype in (torch.float32, torch.bfloat16):
+            cfg = DecoderConfig(**sizes | options, rope=RopeConfig(24 if "head_size" in options else 16))  # type: ignore[arg-type]
+            model = with_invariant(decoder(cfg))
+            params = chain.init(model, key=random.key(0), device=on.device, dtype=dtype)
+            assert check_invariant(params, cfg, model, tokens=on.size(700, 12)) > 0
     return {}
 
 

@@ -134,7 +134,7 @@ def _join(
     parts_ptr, tops_ptr, totals_ptr, ends_ptr, y_ptr, lse_ptr, rows, per_batch, R, V, SEGMENT: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """What the segments found of a row, joined in their order: y, and logsumexp."""
+    """Join what the segments found of a row, in their order: y, and logsumexp."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_V)
     end = tl.load(ends_ptr + row // per_batch).to(tl.int32)
     used = (end + SEGMENT - 1) // SEGMENT - tl.maximum(end - R, 0) // SEGMENT
