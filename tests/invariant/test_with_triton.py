@@ -40,6 +40,7 @@ from funcops.library.kernels.pins import Pins, pinning
 from funcops.library.kernels.scored_attention import Score
 from funcops.library.kernels.slot_attention import slot_attention_fwd
 from funcops.library.kernels.triton import attention as by_segments
+from funcops.library.kernels.triton.grouped import tile_for
 from funcops.models import DecoderConfig, check_invariant, decoder
 from funcops.testing import Case
 from funcops.testing import invariant as law
@@ -186,6 +187,15 @@ def test_what_is_not_served_is_refused_by_name():
             attention.fwd(None, (wide, wide, wide), AttentionConfig(causal=True))
 
 
+def test_experts_have_one_tile():
+    def tiles():
+        return {tile_for(torch.bfloat16, rows, 8, 128, 256) for rows in (1, 100, 10_000)}
+
+    with pinning(Pins()):
+        assert len(tiles()) == 1
+    assert len(tiles()) == 2
+
+
 PROGRAM = """
 import json, random, torch
 from funcops.engine.backend import backend
@@ -249,6 +259,7 @@ with stubbed(TARGETS["sm_90"].gpu), backend("triton"):
 """
 
 
+@pytest.mark.slow
 def test_the_number_of_rows_chooses_nothing():
     """Launches for drawn numbers of rows have one configuration for each kernel: of products, of norms and losses, of experts, and
     of attention in training and decoding. Without the mode, rows do choose."""

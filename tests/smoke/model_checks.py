@@ -63,14 +63,14 @@ def decoding_gives_the_logits_of_the_cpu(on: SmokeDevice) -> Any:
 @check
 def training_and_decoding_give_the_same_bits_in_the_mode(on: SmokeDevice) -> Any:
     """With few rows and many: windows, grouped heads of 24 elements, experts, an odd vocabulary."""
-    of_experts = MoEConfig(RouteConfig(4, 2), ExpertsConfig(4, dim=64, hidden=48))
+    of_experts = MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, dim=64, hidden=48))
     sizes = SIZES | dict(context=on.size(2048, 64), vocab=on.size(20_001, 131))
     for options in (dict(), dict(windows=(40, None), norm="layer_norm"), dict(moe=of_experts, head_size=24)):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16) if on.real else (torch.bfloat16,):
             cfg = DecoderConfig(**sizes | options, rope=RopeConfig(24 if "head_size" in options else 16))  # type: ignore[arg-type]
             model = with_invariant(decoder(cfg))
             params = chain.init(model, key=random.key(0), device=on.device, dtype=dtype)
-            assert check_invariant(params, cfg, model, tokens=on.size(700, 12)) > 0
+            assert check_invariant(params, cfg, model, tokens=on.size(700, 6)) > 0
     return {}
 
 
