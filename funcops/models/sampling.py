@@ -77,7 +77,8 @@ class Sampled(NamedTuple):
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """The logarithms of the probabilities of tokens [*] by the softmax of logits [*, V], which nothing divides or filters: [*],
     float32 (float64 for float64). They are the losses of `cross_entropy` with reduction="none", with the other sign, bit for bit:
-    so what a sampler saves, a trainer's loss can be compared with (on Triton, where rows of logits do not fill lines of 128 bytes, one of `with_invariant`).
+    so what a sampler saves, a trainer's loss can be compared with (on Triton, unless rows of logits fill lines of 128 bytes, one of
+    `with_invariant`).
     Raises `ValueError` or `TypeError` for a wrong shape or dtype, `IndexError` on the CPU for a token outside of the vocabulary.
 
     >>> import torch

@@ -143,9 +143,14 @@ def plan_of(
     slice_rows = cdiv(m, tile.m) * tile.m if described else m
     shares = number_of_shares(cdiv(n, tile.n), per_split) if sums else 1
     per_share = cdiv(per_split // tile.k, shares) * tile.k
-    columns = tile.n // 2 if accumulates_apart and family != "none" and splits == 1 else tile.n
+    columns = columns_at_a_time(tile, family, facts) if splits == 1 else tile.n
     slice_rows = m if splits == 1 else slice_rows
     return Plan(described, specialised, tile, columns, programs, splits, slice_rows, per_split, shares, per_share)
+
+
+def columns_at_a_time(tile: Tile, family: str, facts: Facts) -> int:
+    """The columns of a tile that an epilogue finishes at a time: half of them where sums have memory of their own."""
+    return tile.n // 2 if facts.accumulates_apart and family != "none" else tile.n
 
 
 def multiply(a: Matrix, b: Matrix, out: Tensor, epilogue: Epilogue) -> None:

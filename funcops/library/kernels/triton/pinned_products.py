@@ -26,6 +26,7 @@ from funcops.library.kernels.triton.matmul import (
     _sizes,
     by_descriptor,
     by_pointer,
+    columns_at_a_time,
     device_facts,
     tile_for,
 )
@@ -44,7 +45,7 @@ def plan_for(dtype: torch.dtype, into: torch.dtype, k: int, n: int, b: tuple[int
         of_own = dtype.itemsize, into.itemsize, facts.memory
         tile = fitting(tile, lambda part: shared_of(*_sizes(part), *of_own), facts.memory.limit)
     length = max(1, cdiv(k, tile.k)) * tile.k
-    return Plan(described, False, tile, facts.multiprocessors, 1, 0, length, 1, length)
+    return Plan(described, False, tile, columns_at_a_time(tile, family, facts), facts.multiprocessors, 1, 0, length, 1, length)
 
 
 def product_of_rows(rows: Tensor, b: Matrix, e: Epilogue, out: Optional[Tensor] = None) -> Tensor:
