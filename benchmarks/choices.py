@@ -75,7 +75,7 @@ def _pinned(call: Callable[[], object]) -> object:
 
 
 def _invariant(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
-    """The launches that the mode of `library.kernels.pins` alone has: products of any number of rows, norms and losses of odd widths,
+    """The launches that the mode of `library.kernels.pins` alone has: products of rows; norms and losses of odd widths;
     and attention in training and over a cache, with each option for some size of heads."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
