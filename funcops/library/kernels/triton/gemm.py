@@ -174,9 +174,14 @@ def product(
     if REQUESTS:
         lines = _lines(more_ptr, tile_m, tile_n, M, N, BLOCK_M, BLOCK_N)
         near = first + tl.maximum(tl.cdiv(last - first - AHEAD, BLOCK_K), 0) * BLOCK_K
+        # Triton pipelines no loop of tcgen05 with a request in it, and the caches of these devices are large
+        EARLY: tl.constexpr = tl.target_info.cuda_capability_geq(10)
+        if EARLY:
+            _request(lines, near >= first)
     for k in range(first, last, BLOCK_K):
         if REQUESTS:
-            _request(lines, k == near)
+            if not EARLY:
+                _request(lines, k == near)
         if A_FLIPPED:
             a = a_desc.load([k, tile_m * BLOCK_M]).T
         else:
