@@ -132,7 +132,10 @@ def _slots(
     if WHOLE and sinks_ptr is not None:
         total += tl.exp(tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) - base)
     some = tl.where(total == 0.0, 1.0, total)
-    out *= (1.0 / some)[:, None]
+    if q_ptr.dtype.element_ty == tl.float32:
+        out /= some[:, None]  # by a reciprocal a build for sm_90 spills
+    else:
+        out *= (1.0 / some)[:, None]
     c = tl.arange(0, BLOCK_V)
     if not WHOLE:
         at += split.to(tl.int64) * (tl.num_programs(0) // (blocks * splits * K)) * T * H
