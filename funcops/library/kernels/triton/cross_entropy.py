@@ -178,7 +178,7 @@ _launch_forward, _launch_backward, _launch_both = launcher(_forward), launcher(_
 _launch_from_start = launcher(_forward_from_start)
 
 
-def _even(logits: Tensor) -> bool:
+def on_lines(logits: Tensor) -> bool:
     """Whether every row begins with a line of the cache."""
     return logits.shape[1] * logits.element_size() % LINE.value == 0
 
@@ -215,7 +215,7 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_i
         lanes, deep, block, warps = tile_of(logits, BLOCK)
         _launch_forward(
             rows, 1, 1, logits, labels, losses, lse, vocab, ignore_index, smoothing, z_loss, smoothing != 0.0,
-            _even(logits), deep, lanes, block, num_warps=warps,
+            on_lines(logits), deep, lanes, block, num_warps=warps,
         )
     return losses, lse
 
@@ -257,7 +257,7 @@ def cross_entropy_with_gradient(
         lanes, deep, block, warps = tile_of(logits, 4 * BLOCK if vocab * logits.element_size() <= CACHED else BLOCK)
         _launch_both(
             rows, 1, 1, dloss.contiguous(), int(dloss.dim() > 0), logits, labels.contiguous(), losses, losses.new_empty((rows, 2)),
-            vocab, ignore_index, smoothing, z_loss, smoothing != 0.0, _even(logits), deep, lanes, block, num_warps=warps,
+            vocab, ignore_index, smoothing, z_loss, smoothing != 0.0, on_lines(logits), deep, lanes, block, num_warps=warps,
         )
     return losses
 
@@ -271,6 +271,6 @@ def _gradient(
         block = block_of(classes, BLOCK)
         _launch_backward(
             rows, 1, 1, dloss.contiguous(), int(dloss.dim() > 0), logits, labels.contiguous(), logsumexp.contiguous(),
-            dlogits, classes, first, vocab, ignore_index, smoothing, z_loss, _even(logits), block,
+            dlogits, classes, first, vocab, ignore_index, smoothing, z_loss, on_lines(logits), block,
             num_warps=warps_of(block),
         )

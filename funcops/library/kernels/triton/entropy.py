@@ -10,9 +10,9 @@ from torch import Tensor
 
 from funcops.engine.backend.launch import launcher
 from funcops.library.kernels import entropy as declared
-from funcops.library.kernels.triton.aligned import GROUP, ends, whole_groups
+from funcops.library.kernels.triton.aligned import ends, whole_groups
 from funcops.library.kernels.triton.common import block_of, load_wide, rounded, store_rounded, warps_of
-from funcops.library.kernels.triton.cross_entropy import BLOCK, LOWEST, lowered, seen_by_lanes, tile_of
+from funcops.library.kernels.triton.cross_entropy import BLOCK, LINE, LOWEST, lowered, on_lines, seen_by_lanes, tile_of
 
 LEAST = tl.constexpr(declared.LEAST)
 
@@ -39,7 +39,8 @@ def _forward(
     SMOOTHED: tl.constexpr, EVEN: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr, before, size = whole_groups(logits_ptr, row * vocab, vocab, EVEN)
+    OF: tl.constexpr = 8 * LINE // logits_ptr.dtype.element_ty.primitive_bitwidth
+    logits_ptr, before, size = whole_groups(logits_ptr, row * vocab, vocab, EVEN, OF)
     label = tl.load(labels_ptr + row)
     highest = tl.full([LANES], LOWEST, tl.float32)  # finite, as in `cross_entropy`
     weights, heat, total = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
@@ -58,7 +59,7 @@ def _forward(
         )
     top = tl.max(highest, 0)
     if not EVEN:
-        at, inside = ends(before, size, vocab)
+        at, inside = ends(before, size, vocab, OF)
         t = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
         top = tl.maximum(top, tl.max(t, 0))
     fall = highest - top
@@ -99,8 +100,9 @@ def _backward(
 ):
     """dlogits may be logits themselves, whose classes begin at `first` of `vocab` classes."""
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr, before, size = whole_groups(logits_ptr, row * classes, classes, EVEN)
-    dlogits_ptr, _, _ = whole_groups(dlogits_ptr, row * classes, classes, EVEN)
+    OF: tl.constexpr = 8 * LINE // logits_ptr.dtype.element_ty.primitive_bitwidth
+    logits_ptr, before, size = whole_groups(logits_ptr, row * classes, classes, EVEN, OF)
+    dlogits_ptr, _, _ = whole_groups(dlogits_ptr, row * classes, classes, EVEN, OF)
     label, highest, rest = tl.load(labels_ptr + row), tl.load(lse_ptr + 2 * row), tl.load(lse_ptr + 2 * row + 1)
     ignored = label == ignore_index
     d = tl.where(ignored, 0.0, tl.load(dloss_ptr + row).to(tl.float32))
@@ -112,7 +114,7 @@ def _backward(
     label = tl.where((label >= first) & (label < first + classes), label - first - before, -1 - before).to(tl.int32)
     i = tl.arange(0, BLOCK)
     if not EVEN:  # read first, so that nothing is read that other threads have written
-        at, inside = ends(before, size, classes)
+        at, inside = ends(before, size, classes, OF)
         t = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
     full = size // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
@@ -142,7 +144,7 @@ def entropy_fwd(
         lanes, deep, block, warps = tile_of(logits, BLOCK)
         _launch_forward(
             rows, 1, 1, logits, labels, losses, lse, entropies, vocab, ignore_index, smoothing, z_loss, smoothing != 0.0,
-            vocab % GROUP == 0, deep, lanes, block, num_warps=warps,
+            on_lines(logits), deep, lanes, block, num_warps=warps,
         )
     return losses, lse, entropies
 
@@ -176,5 +178,5 @@ def _gradient(
         block, of_row = block_of(classes, BLOCK), (t.contiguous() for t in (labels, logsumexp, entropies))
         _launch_backward(
             rows, 1, 1, dloss.contiguous(), dentropy.contiguous(), logits, *of_row, dlogits, classes, first, vocab, ignore_index,
-            smoothing, z_loss, classes % GROUP == 0, block, num_warps=warps_of(block),
+            smoothing, z_loss, on_lines(logits), block, num_warps=warps_of(block),
         )
