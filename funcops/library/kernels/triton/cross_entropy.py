@@ -186,7 +186,7 @@ def on_lines(logits: Tensor) -> bool:
 def _from_the_start(logits: Tensor) -> bool:
     """Whether rows that begin and end anywhere in lines of the cache are read from their start on: in the mode of `pins`, as else
     the order of a row's sum depends on its position."""
-    return not _even(logits) and pins() is not None
+    return not on_lines(logits) and pins() is not None
 
 
 def tile_of(logits: Tensor, most: int) -> tuple[int, int, int, int]:
