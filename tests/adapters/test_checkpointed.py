@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.fx.traceback import get_current_meta
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from funcops import nn as fnn
 
@@ -52,12 +53,18 @@ def to_the_end(block, x):
         return checkpoint(block, x, use_reentrant=False)
 
 
+def products_kept(block, x):
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
 WAYS = {
     "plain": called,
     "not reentrant": functools.partial(checkpoint, use_reentrant=False),
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
     "nested": twice,
     "to the end": to_the_end,
+    "selective": products_kept,
     "wrapped": called,  # by a module of torch's around each block
 }
 AROUND = {
@@ -103,3 +110,11 @@ def test_gradients_are_those_of_the_plain_model(way, around, order):
     for _ in range(4):
         xs = [torch.randn(2, draw.choice((3, 5, 7)), 8) for _ in range(draw.choice((1, 1, 2, 3)))]
         torch.testing.assert_close(gradients(ours, copy.deepcopy(xs)), gradients(plain, xs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trace_leaves_nothing_to_the_next_compiler(way):
+    """A selective checkpoint notes its policy for the nodes that torch traces, which outlived our trace of it."""
+    before = dict(get_current_meta())
+    gradients(made(way, "alone", ["wrap", "from_torch"]), [torch.randn(2, 3, 8)])
+    assert get_current_meta() == before

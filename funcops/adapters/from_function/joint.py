@@ -420,7 +420,8 @@ def joint_graph(
         return ys, found([y for y, _ in pairs], [dy for _, dy in pairs], wanted)
 
     dys = [like.zeros() for like in outputs]
-    traced = make_fx(joint)(*given, *dys)
+    with preserve_node_meta(False):  # a selective checkpoint inside leaves its own behind, which the next compiler would obey
+        traced = make_fx(joint)(*given, *dys)
     if layers is not None:
         layers.expand(traced, len(given))
     if steps is not None:
