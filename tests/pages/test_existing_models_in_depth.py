@@ -40,6 +40,7 @@ from funcops import nn as fnn
 from funcops.adapters.nn import whole
 from funcops.low_precision import NVFP4, Fp8Block
 
+DOORS = f"{ADAPTERS}test_doors.py::"
 HELD_TRACES = f"{ADAPTERS}test_traces_held.py::"
 GRAPHED = "tests/graphs/test_graphed_traces.py::"
 TRANSFORMED = f"{ADAPTERS}test_transformed_traces.py::"
@@ -257,6 +258,22 @@ HELD = {  # by how each sentence of the page begins: what holds it
     ),
     "The gradients of a graph come": f"{FIRST}test_the_gradients_of_a_graph_come_together",
     "If the example cannot be traced": f"{GRAPH}test_a_model_that_cannot_be_traced_is_left_as_it_was",
+    "| Hugging Face's `Trainer`": (f"{DOORS}test_a_callback_swaps_the_trainers_model", f"{DOORS}test_a_callback_of_trl"),
+    "| accelerate": f"{ADAPTERS}test_frameworks.py::test_a_whole_model_has_the_same_losses",
+    "| Lightning": f"{ADAPTERS}test_frameworks.py::test_a_whole_model_has_the_same_losses",
+    "| PEFT": f"{ADAPTERS}test_peft.py::test_adapters",
+    "| torchtitan": f"{DOORS}test_an_override_of_torchtitan",
+    "| `kernels`": f"{DOORS}test_a_mapping_of_kernels",
+    "`trainer_callback` swaps": f"{DOORS}test_a_callback_swaps_the_trainers_model",
+    "Parameters stay the same": f"{DOORS}test_a_callback_swaps_the_trainers_model",
+    "Other arguments of `from_torch`": (
+        f"{DOORS}test_a_callback_swaps_the_trainers_model",
+        f"{DOORS}test_a_callback_of_a_whole_model_keeps_the_bits",
+    ),
+    "An override of torchtitan": f"{DOORS}test_an_override_of_torchtitan",
+    "A file `my_overrides.py`": (f"{DOORS}test_an_override_of_torchtitan", TWO_RANKS),
+    "The package `kernels`": f"{DOORS}test_a_mapping_of_kernels",
+    "The class of this one": f"{DOORS}test_a_mapping_of_kernels",
     "A swapped layer's output": (
         STRIDES,
         f"{BOTH}layers_keep_no_more",
