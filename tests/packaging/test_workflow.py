@@ -97,7 +97,8 @@ def ran(command, tree, python, **env):
     (tree / ".venv" / "bin" / "python").chmod(0o755)
     for name in (".made", ".build"):
         (tree / ".venv" / name).touch()
-    said = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "PYTHONPATH")} | GITHUB | env
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # a make inside a make also prints its folder
+    said = {key: value for key, value in os.environ.items() if key not in (*outer, "PYTHONPATH")} | GITHUB | env
     return subprocess.run(["bash", "-e", "-c", command], cwd=tree, env=said, capture_output=True, text=True)
 
 
