@@ -139,6 +139,7 @@ WRONG |= {"ordered": (1, "no"), "bucket_bytes": (0, 1.5, None)}
 WRONG |= {"split": WRONG["dim"], "cat": (0, *WRONG["dim"]), "sequence_parallel": WRONG["bias"]}
 WRONG |= dict.fromkeys(("in_features", "out_features", "num_embeddings", "vocab", "chunk_bytes"), (0, -2, 1.5, True, "3", None))
 WRONG |= {"label_smoothing": (1.0, -0.1, "0", None), "z_loss": (-1.0, float("inf"), None), "reduction": ("avg", None)}
+WRONG |= {"entropy": WRONG["bias"]}
 WRONG |= {"ignore_index": WRONG["by"], "padding_idx": (-1, 1e9, "0"), "causal": WRONG["bias"], "scale": (0.0, float("nan"), "1")}
 WRONG |= {"recipe": (None, "fp8_current")}
 WRONG |= {"comm": ("p2p", None), "kind": ("silu", None), "capacity": (0.0, 1.5, "1"), "softcap": (0.0, -1.0, "1")}

@@ -57,7 +57,7 @@ ADAPTERS = {
         lambda: {"tree": x(), "size": 3, "value": 0.0},
         accepts={"tree": ANY, **{("value", value): "a number to fill with" for value in ("-1.0", "inf", "nan", "True")}},
     ),
-    "graphs.graphed": Row(lambda: {"fn": lambda: None, "inputs": "copy", **GRAPHED}, {"slots": ONE}, DEVICES_OWN),
+    "graphs.graphed": Row(lambda: {"fn": lambda: None, "inputs": "copy", "state": None, **GRAPHED}, {"slots": ONE}, DEVICES_OWN),
     "graphs.graphed_op": Row(
         lambda: {
             "op": linear,

@@ -22,6 +22,7 @@ from funcops.library.kernels import (
     bias_activation,
     bmm,
     embedding,
+    entropy,
     gated_delta_rule,
     grouped_quantize,
     latent_split,
@@ -29,6 +30,7 @@ from funcops.library.kernels import (
     log_decay,
     norm,
     rope,
+    route,
     routing,
 )
 from funcops.library.kernels.grouped import group_of
@@ -72,6 +74,15 @@ def library_calls(make):
     yield KernelCall(latent_split.join_values, "", (own, make.floats(2, tokens, 3, 8)))
     yield KernelCall(latent_split.sum_heads, "", (own,))
     yield from calls_of_linear_attention(make)
+    logits, labels, options = make.floats(3, tokens), make.ids(3, below=tokens), (0.1, -100, 1e-4)
+    lse, entropies = entropy.entropy_fwd(logits, labels, *options)[1:]
+    yield KernelCall(entropy.entropy_fwd, "", (logits, labels, *options))
+    for vocab, backward in ((tokens, entropy.entropy_bwd), (2 * tokens, entropy.entropy_bwd_owned)):
+        rows = make.wide(3), make.wide(3), logits, labels, lse, entropies
+        yield KernelCall(backward, "", (*rows, *options, vocab - tokens, vocab))
+    chosen = torch.stack((ids, (ids + 1) % 16), -1).to(torch.int32)
+    for score in ("softmax", "sigmoid"):
+        yield KernelCall(route.weights_at, "", (make.floats(3, tokens, 16), chosen, score, score == "sigmoid", 2.5))
     a, b = make.floats(2, 3, 4), make.floats(2, 4, 5)
     y = make.floats(2, 3, 5)
     for transposed in (False, True):
@@ -160,8 +171,11 @@ def check(call, change, dtype, implementation):
             want = call.kernel(*contiguous(args))
     with poisoned_empties(), backend(implementation):
         got = call.kernel(*args)
-    if call.name == "scaled_attention_bwd":  # dq and dk sum differences, of nothing where all keys are alike: beside dv
-        assert_close(got, want, dtype=dtype, what=call.name)
+    # differences, of nothing where all keys or all experts are alike: beside dv, and beside the gradients of the weights
+    differences = {"scaled_attention_bwd": (), "route_bwd": wanted_args[1:2]}
+    if call.name in differences:
+        beside = differences[call.name]
+        assert_close((got, beside), (want, beside), dtype=dtype, what=call.name)
         got = want = ()
     for g, w in zip(tensors(got), tensors(want), strict=True):
         g, w = (g, w) if g.shape == w.shape else (g.sum(0), w.sum(0))
