@@ -223,7 +223,8 @@ def test_tensors_that_differ_are_packed_apart(other, device):
         }.get(other, lambda: t)()
         second = to_form(u, Offload() if other == "another action" else action)
     assert second.parts[0] is not first.parts[0]
-    torch.testing.assert_close(from_form(second), u, atol=0.05, rtol=0.02)
+    step = float(u.abs().max()) / 127  # of the codes; floats read as doubles may be large
+    torch.testing.assert_close(from_form(second), u, atol=step, rtol=0.0)
 
 
 def test_packed_trees_share_and_come_back_unchanged(device):
