@@ -284,6 +284,7 @@ READS_NOTHING = {  # of what was given away, and why
     ("trees.at", "tree"): "the field of a node, which says so when it is used",
     ("donate", "kept"): "a cell is given away once and for all",
     ("models.decoder", "packed"): "a flag, and no tree",
+    **dict.fromkeys((("compare", "a"), ("compare", "b")), "recordings, and no trees"),
 }
 
 

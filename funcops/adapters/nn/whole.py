@@ -26,13 +26,12 @@ from funcops.adapters.autocast import any_autocast, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.autograd.requires_grad import taken_apart
 from funcops.adapters.flatten import indexed_paths, unflatten
-from funcops.adapters.from_function.first_run import same_draws
 from funcops.adapters.from_function.lent import lent
 from funcops.adapters.from_function.op_from_module import ModuleTraces
 from funcops.adapters.from_function.op_from_torch import TorchConfig, Traced
 from funcops.adapters.from_function.outside import PLAIN
 from funcops.adapters.nn.form import Form
-from funcops.adapters.nn.kept import bytes_of_call
+from funcops.adapters.nn.kept import bytes_of_call, unharmed
 from funcops.adapters.nn.module import OpModule
 from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
@@ -156,8 +155,7 @@ class WholeTraces(ModuleTraces):
         kept = {name: like for name, like in found.graphs.kept.items() if id(given.get(name)) not in held}
         # by elements, as two halves of one memory are two values
         ours = sum(like.dtype.itemsize * math.prod(like.shape) for name, like in kept.items() if name not in found.graphs.captured)
-        drawing = [*self.module.parameters(), *leaves]
-        with same_draws(drawing), _cast(casts), torch.enable_grad():  # this run comes beside those that the model is asked for
+        with unharmed(self.module, leaves), _cast(casts), torch.enable_grad():  # beside the runs that the model is asked for
             call = functools.partial(self.inside, *args, **kwargs)
             return ours < bytes_of_call(self.module, call, [t for t in leaves if id(t) in held])
 
