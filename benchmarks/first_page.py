@@ -2,8 +2,8 @@
 
 A block is run at its real size on `TOKENS` tokens: what it keeps grows with their number, and a model's blocks are alike. The
 tables of rotations, which blocks share, do not count. PyTorch is counted as it decomposes a block on a CPU, and as on a GPU
-(`plain.as_on_a_gpu`). Transformers' modules are formulas in Python, the same on both; their dropouts and layer norms are counted as
-on a GPU. torch_remat runs the plain block as on a GPU, with the annotation of `benchmarks.rematerialized`.
+(`plain.as_on_a_gpu`); compiled, by what torch.compile's partitioner saves of the graph that Inductor gets. Transformers' modules are
+formulas in Python, the same on both; their dropouts and layer norms are counted as on a GPU. torch_remat runs the plain block as on a GPU, with the annotation of `benchmarks.rematerialized`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.plot import draw_kept
 from benchmarks.rematerialized import cost_of_torch_remat, in_blocks
 from benchmarks.residuals import llama_of_transformers
 from benchmarks.saved import saved_by, saved_by_autograd
-from funcops import WithExtras, chain, random, report, with_policy
+from funcops import Op, WithExtras, chain, random, report, with_policy
 from funcops.engine.contract.needs import Needs
 from funcops.engine.trees import tree_map_tensors
 from funcops.lora import lora_init, lora_needs, with_lora
@@ -83,13 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="also draw the bytes of the blocks (PNG or SVG)")
 
 
-def of_funcops(model: Model, policy: str | None = None) -> int:
+def of_funcops(model: Model, op: Op = chain) -> int:
     cfg, needs = model.config(), Needs()
     params = tree_map_tensors(lambda t: torch.zeros_like(t, device="cpu"), chain.init(cfg, device="meta", dtype=torch.bfloat16))
     if model.lora:
         cfg = with_lora(cfg, RANK, ("*",), alpha=16.0)
         params, needs = lora_init(params, cfg, key=random.key(0)), lora_needs(cfg, x=("main",))
-    op = chain if policy is None else with_policy(chain, policy)
     residuals = op.fwd(params, WithExtras(_x(model), model.extras), cfg, needs=needs)[1]
     return report(residuals, params, model.extras).kept_bytes  # a block's input counts
 
@@ -97,6 +96,17 @@ def of_funcops(model: Model, policy: str | None = None) -> int:
 def of_torch(model: Model, on_a_gpu: bool) -> int:
     module = _module(model, model.plain)
     return saved_by_autograd(as_on_a_gpu(module) if on_a_gpu else module, _x(model))
+
+
+def of_compiler(model: Model) -> int:
+    """The bytes between the halves of a compiled block. This backend decomposes and cuts as Inductor does, and generates no code."""
+    module = _module(model, model.plain)
+    with torch.no_grad():
+        module(_x(model))  # makes its tables, which blocks share
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager_decomp_partition", fullgraph=True)
+    x = _x(model).requires_grad_()
+    return saved_by(module, lambda: compiled(x))
 
 
 def of_transformers(model: Model) -> int:
@@ -123,9 +133,10 @@ def of_torch_remat(model: Model) -> int:
 
 PROVIDERS: dict[str, tuple[Callable[[Model], int], str | None]] = {  # and the package that it needs
     "funcops": (of_funcops, None),
-    "funcops, compress_fp8": (lambda model: of_funcops(model, "compress_fp8"), None),
+    "funcops, compress_fp8": (lambda model: of_funcops(model, with_policy(chain, "compress_fp8")), None),
     "autograd": (lambda model: of_torch(model, False), None),
     "autograd, as on a GPU": (lambda model: of_torch(model, True), None),
+    "torch.compile": (of_compiler, None),
     "transformers": (of_transformers, "transformers"),
     "torch_remat": (of_torch_remat, "torch_remat"),
 }

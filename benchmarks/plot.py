@@ -52,6 +52,7 @@ KEPT = {  # provider: its name and colour
     "autograd": ("PyTorch on a CPU", "#d4d4d4"),
     "transformers": ("Transformers", "#b4b4b4"),
     "autograd, as on a GPU": ("PyTorch on a GPU", "#8a8a8a"),
+    "torch.compile": ("torch.compile", "#6b6b6b"),
     "torch_remat": ("torch_remat", "#d9a441"),
     "funcops": ("funcops", "#3b7dd8"),
     "funcops, compress_fp8": ("funcops, kept in 8 bits", "#8fb8ec"),

@@ -134,7 +134,7 @@ def test_the_picture_of_the_first_page_is_drawn_from_committed_figures():
     text = (COMMITTED.parent / "what-blocks-keep.svg").read_text()
     drawn = re.findall(r">(\d+\.\d)</text>", text)
     kept = sorted(f"{value:.1f}" for (_, _, metric), value in committed("cpu-first_page").items() if metric == "kept")
-    assert len(drawn) == 18 and sorted(drawn) == kept
+    assert len(drawn) == 21 and sorted(drawn) == kept
     assert "fill: #ffffff" not in text, "the picture must be legible on a dark page: it has no background"
 
 
