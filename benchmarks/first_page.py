@@ -2,8 +2,9 @@
 
 A block is run at its real size on `TOKENS` tokens: what it keeps grows with their number, and a model's blocks are alike. The
 tables of rotations, which blocks share, do not count. PyTorch is counted as it decomposes a block on a CPU, and as on a GPU
-(`plain.as_on_a_gpu`); compiled, by what torch.compile's partitioner saves of the graph that Inductor gets. Transformers' modules are
-formulas in Python, the same on both; their dropouts and layer norms are counted as on a GPU. torch_remat runs the plain block as on a GPU, with the annotation of `benchmarks.rematerialized`.
+(`plain.as_on_a_gpu`); compiled, by what torch.compile's partitioner saves of the graph that Inductor gets. Transformers'
+modules are formulas in Python, the same on both; their dropouts and layer norms are counted as on a GPU. torch_remat runs the
+plain block as on a GPU, with the annotation of `benchmarks.rematerialized`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def of_torch(model: Model, on_a_gpu: bool) -> int:
 
 
 def of_compiler(model: Model) -> int:
-    """The bytes between the halves of a compiled block. This backend decomposes and cuts as Inductor does, and generates no code."""
+    """The bytes between the halves of a compiled block. This backend decomposes and cuts as Inductor does, and makes no code."""
     module = _module(model, model.plain)
     with torch.no_grad():
         module(_x(model))  # makes its tables, which blocks share
