@@ -48,6 +48,8 @@ def check_invariant(params: Any, cfg: DecoderConfig, model: ChainConfig, *, toke
     tokens, params = min(tokens, cfg.context), without_loss(params)
     drawn = random.uniform(random.key(0) if key is None else key, (4, 2 * tokens))
     table = leaves(at(params, "embed"), is_leaf=stands_for_one)[0]
+    if not stands_for_one(table):
+        require_type(where, "params.embed", table, Tensor)
     ids = (drawn * cfg.vocab).long()[:, : min(2 * tokens, cfg.context)].to(table.device)
     own = _Own(where, params, cfg, model, ids[1, :tokens], table.dtype)
     for name, rows, row in (("before others", ids[1:], 0), ("behind others", ids[:2], 1), ("with padding behind it", ids[1:2], 0)):

@@ -158,7 +158,7 @@ def problems(name):
             what = f"{argument}={label(value)}"
             try:
                 called(call, given)
-            except ERRORS as error:
+            except (*ERRORS, IndexError) as error:  # ids out of range
                 if not WORDING.match(str(error)):
                     yield f"{what}: {type(error).__name__}: {error}"
             except Exception as error:

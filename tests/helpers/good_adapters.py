@@ -49,7 +49,8 @@ ADAPTERS = {
     "Recording": Row(lambda: {"rows": recorded().rows}, accepts={("rows", "[]"): "no rows"}),
     "profile": Row(lambda: {"fn": lambda: None, "calls": 1, "warmup": 1, "count": True}, {"calls": ONE}),
     "Profile": Row(
-        lambda: {"rows": [], "device": "cpu", "events": {}}, accepts=dict.fromkeys(("rows", "device", "events"), "made by profile")
+        lambda: {"rows": [], "device": "cpu", "events": {}, "spans": [], "calls": 1},
+        accepts=dict.fromkeys(("rows", "device", "events", "spans", "calls"), "made by profile"),
     ),
     "graphs.check_capturable": Row(lambda: {"fn": doubled}),
     "graphs.cut_rows": Row(lambda: {"tree": x(), "size": 1}, accepts={"tree": ANY}),

@@ -107,7 +107,9 @@ MODELS = {
     "models.MoEConfig": Row(sparse, {"dense": ((-1,), ("a",))}, {("dense", "[]"): "none"}),
     "models.moe": Row(lambda: {"cfg": models.MoEConfig(**sparse())}),
     "models.plain_experts": Row(lambda: {"cfg": sparse()["experts"]}),
-    "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True, "reduction": "sum", "packed": True, "max_seqlen": 4}),
+    "models.decoder": Row(
+        lambda: {"cfg": LLAMA, "loss": True, "reduction": "none", "entropy": True, "packed": True, "max_seqlen": 4, "choices": None}
+    ),
     "models.pack": Row(lambda: {"documents": [torch.arange(3), torch.arange(1)], "length": 6, "count": 4, "max_seqlen": 3}),
     "models.decoder_x": Row(
         lambda: {
