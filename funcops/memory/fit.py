@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 
 from funcops.engine.compose.step import check_body
 from funcops.engine.contract.needs import Mask, Needs
@@ -28,28 +28,12 @@ from funcops.engine.residuals.policy import POLICIES, Action, Compress, Offload,
 from funcops.engine.residuals.report import kept_values, storages
 from funcops.engine.trees import fake, tensors, tree_map, tree_map_tensors
 from funcops.library.formats.working import working_like
+from funcops.memory.flops import ON_CPU, FlopCounter
 from funcops.memory.layers import named_layers
 from funcops.memory.parts import LeafPart, actions_of, has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
 from funcops.memory.remat import is_remat
 
-
-def _attention_flops(q: Any, k: Any, v: Any, *_: Any, products: tuple[int, int] = (1, 1), **__: Any) -> int:
-    """Two products, as torch counts them on other devices: a causal mask saves nothing. q: [B, H, T, D], k: [B, H', S, D]."""
-    batch, heads, rows, size = q
-    return int(2 * batch * heads * rows * k[-2] * (products[0] * size + products[1] * v[-1]))
-
-
-def _attention_backward_flops(dy: Any, *x: Any, **_: Any) -> int:
-    """Five products: the recomputed scores, dv, dp, dq, dk."""
-    return _attention_flops(*x, products=(3, 2))
-
-
-_aten = torch.ops.aten
-ON_CPU = {  # torch's counter lacks the CPU's attention
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
 MOST_PARTS = 6  # every subset of these is tried
 MOST_MOVED = 4  # and these in every way, if some may move
 
@@ -383,7 +367,7 @@ class PartRun:
 class Run:
     """The parts of one forward and backward, in the order of the forward."""
 
-    def __init__(self, counter: FlopCounterMode) -> None:
+    def __init__(self, counter: FlopCounter) -> None:
         self.counter = counter
         self.parts: list[PartRun] = []
         self.layers: tuple[Layer, ...] = ()  # that the next part is in
@@ -392,8 +376,8 @@ class Run:
         self.waiting: dict[str, list[PartRun]] = defaultdict(list)  # parts whose backward has not run
 
     def counted(self, fn: Callable[[], Any]) -> tuple[Any, int]:
-        before = self.counter.get_total_flops()
-        return fn(), int(self.counter.get_total_flops()) - before
+        before = self.counter.total
+        return fn(), self.counter.total - before
 
 
 _run: ContextVar[Run] = ContextVar("funcops.fit")
@@ -516,7 +500,7 @@ def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None, needs: Needs = 
         given = tree_map_tensors(fake, x)
         main = next((t.dtype for t in tensors(getattr(given, "main", given)) if _float(t)), None)
         params = working_like(op, cfg, tree_map_tensors(lambda t: fake(t, dtype or main), abstract_params(op, cfg)))
-        with FlopCounterMode(display=False, custom_mapping=ON_CPU) as counter:
+        with FlopCounter() as counter:
             token = _run.set(run := Run(counter))
             try:
                 y, residuals = op.fwd(params, given, cfg, needs=needs)

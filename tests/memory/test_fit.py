@@ -46,7 +46,8 @@ from funcops.engine.trees import fake, tree_map_tensors
 from funcops.library.ops.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
 from funcops.lora import lora_needs, with_lora
 from funcops.low_precision import NVFP4, Fp8Delayed, quantize_params, recipe_init, with_recipe
-from funcops.memory.fit import ON_CPU, Fitted, _follow, fit
+from funcops.memory.fit import Fitted, _follow, fit
+from funcops.memory.flops import ON_CPU
 from funcops.models.blocks import gpt2_block_config, mlp_config
 from funcops.testing.checks import same_bits
 

@@ -32,7 +32,8 @@ from funcops.engine.trees import fake, tree_map_tensors
 from funcops.library.kernels import linear as kernels
 from funcops.lora import with_lora
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, quantize_params, recipe_init, with_recipe
-from funcops.memory.fit import ON_CPU, _follow, _held
+from funcops.memory.fit import _follow, _held
+from funcops.memory.flops import ON_CPU
 from funcops.memory.parts import kept_fields, kept_paths
 from funcops.memory.policy import resolved
 from funcops.models import DecoderConfig, LatentConfig, decoder, decoder_x, roles

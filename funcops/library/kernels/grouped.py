@@ -19,6 +19,7 @@ from torch import Tensor
 
 from funcops.engine.backend import kernel, wide
 from funcops.engine.errors import fail
+from funcops.library.kernels.flops import flops
 
 _grouped_mm = getattr(F, "grouped_mm", None)
 LEAST = (8, 0)  # the least device capability for torch's grouped product
@@ -45,6 +46,11 @@ def grouped_product(
 @grouped_product.fake
 def _grouped_product_fake(a: Tensor, w: Tensor, index: Optional[Tensor], transposed: bool) -> Tensor:
     return a.new_empty((a.shape[0] if index is None else index.shape[0], w.shape[1 if transposed else 2]))
+
+
+@flops(grouped_product)
+def _grouped_product_flops(a: Tensor, w: Tensor, index: Optional[Tensor]) -> int:
+    return 2 * len(a if index is None else index) * w.shape[1] * w.shape[2]
 
 
 @kernel(opaque=True, rows="each")
@@ -97,6 +103,12 @@ def grouped_wgrad_into(
             dw += (wgrad_by_library if library_serves(rows, inner) else wgrad_by_masks)(rows, inner, offsets)
     if db is not None:
         db += _sums(rows, offsets, scales)
+
+
+@flops(grouped_wgrad)
+@flops(grouped_wgrad_into)  # x is None where only db is asked for
+def _grouped_wgrad_flops(dy: Tensor, x: Optional[Tensor], dy_index: Optional[Tensor]) -> int:
+    return 0 if x is None else 2 * len(dy if dy_index is None else dy_index) * dy.shape[-1] * x.shape[-1]
 
 
 @grouped_wgrad_into.fake

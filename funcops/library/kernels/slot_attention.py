@@ -21,6 +21,7 @@ from torch import Tensor
 from funcops.engine.backend import kernel
 from funcops.library.kernels.attention import by_elements, heads_first
 from funcops.library.kernels.block_attention import with_sink
+from funcops.library.kernels.flops import flops
 from funcops.library.kernels.scored_attention import Score, alibi_slopes, nothing_to_see, scored_attention_fwd
 
 
@@ -59,6 +60,12 @@ def with_sinks(y: Tensor, lse: Tensor, sinks: Optional[Tensor]) -> Tensor:
 @slot_attention_fwd.fake
 def _fake(q: Tensor, width: int) -> Tensor:
     return q.new_empty((*q.shape[:3], width))
+
+
+@flops(slot_attention_fwd)
+def _flops(q: Tensor, k: Tensor, width: int) -> int:
+    """Scores and their products with values, of all slots."""
+    return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + width)
 
 
 def _filled(ends: Tensor, slots: int) -> tuple[int, int]:
