@@ -53,6 +53,19 @@ def test_torch_layers():
         fnn.from_torch(None)
 
 
+@pytest.mark.parametrize("widths", [{}, dict(kdim=3, vdim=5)], ids=["one width", "three"])
+def test_attention_is_left_with_its_reason(widths):
+    """Alone, inside a layer, and with the projection that it holds but never calls; a model that is one runs on its joint graph."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.ModuleList([nn.MultiheadAttention(8, 2, **widths), layer])
+    left = {c.path: c.after for c in fnn.from_torch(model).left if "Dropout" not in c.before}
+    here, inside = ("0", "1.self_attn"), ("0.out_proj", "1.self_attn.out_proj")
+    want = dict.fromkeys(here, "funcops.nn has no layer for attention: write it as steps, qkv_split, attention and linear")
+    assert left == want | dict.fromkeys(inside, "MultiheadAttention reads its weight and never calls it")
+    alone = fnn.from_torch(nn.MultiheadAttention(8, 2, **widths))
+    assert [c.path for c in alone.left] == ["out_proj"] and [c.after for c in alone.replaced] == ["its joint graph"]
+
+
 def tiny(name="llama"):
     """A decoder with two MLPs."""
     transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from torch import nn
 from funcops.adapters.nn import layers
 from funcops.adapters.nn.choose import Chosen
 from funcops.adapters.nn.hugging_face import ChainModule
-from funcops.adapters.nn.models import LOSSES, TORCH, swapped
+from funcops.adapters.nn.models import LEFT, LOSSES, TORCH, swapped
 from funcops.adapters.nn.module import CACHES, OpModule, prepare
 from funcops.adapters.nn.parts import ORIGINALS
 from funcops.adapters.nn.quantized import take_recipe
@@ -132,7 +132,7 @@ def _trace(model: nn.Module, done: Replaced, undo: Undo) -> None:
         undo.note(model)
         place([model])
         if WHOLE in vars(model):
-            done.left[:] = [change for change in done.left if change[::2] != ("", "not known")]
+            done.left[:] = [change for change in done.left if change.path or change.after not in ("not known", *LEFT.values())]
             done.replaced.append(Change("", name, "its joint graph"))
 
 
@@ -300,7 +300,10 @@ def _refusal(module: Any, recipe: Any = None) -> str | None:
 def _left(done: Replaced, path: str, module: nn.Module) -> None:
     """Report a layer that is left, if it holds its own parameters or is a subclass of a known layer."""
     known = next((cls for cls in TORCH if isinstance(module, cls)), None)
-    if known is not None:
+    reason = next((why for cls, why in LEFT.items() if isinstance(module, cls)), None)
+    if reason is not None:
+        done.left.append(Change(path, type(module).__name__, reason))
+    elif known is not None:
         done.left.append(Change(path, type(module).__name__, f"a subclass of {known.__name__}"))
     elif next(module.parameters(recurse=False), None) is not None:
         done.left.append(Change(path, type(module).__name__, "not known"))

@@ -31,6 +31,11 @@ TORCH: dict[type, type] = {
 }
 if hasattr(nn, "LinearCrossEntropyLoss"):  # from torch 2.13 on
     TORCH[nn.LinearCrossEntropyLoss] = losses.LinearCrossEntropyLoss
+# layers that no op stands in for by itself, with the reason and what to do about it
+LEFT: dict[type, str] = {
+    nn.MultiheadAttention: "funcops.nn has no layer for attention: write it as steps, qkv_split, attention and linear",
+    nn.modules.linear.NonDynamicallyQuantizableLinear: "MultiheadAttention reads its weight and never calls it",
+}
 
 ROWS: tuple[tuple[str, dict[str, type]], ...] = (
     # the module of transformers.models that defines the classes, and the base for each class
