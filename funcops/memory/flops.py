@@ -58,7 +58,8 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kernel = self.kernels.get(func._schema.name)
         if kernel is not None:
-            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            names = [argument.name for argument in func._schema.arguments[: len(args)]]  # torch leaves out defaults
+            given = dict(zip(names, args, strict=True))
             counted = flops_of(kernel.name, given)
             if counted is None:  # a written tensor's count of writes must not change
                 written = {name: torch.empty_like(t) for name in kernel.mutates if isinstance(t := given.get(name), Tensor)}

@@ -24,7 +24,7 @@ def test_every_kernel_that_reads_values_has_a_formula():
 
 
 def test_a_formula_is_what_its_products_take():
-    """By the count of the benchmarks, where there is one; a weight gradient of codes has columns of padding beside its rows."""
+    """The benchmarks count most of them, too. A weight gradient of codes has columns of padding beside its rows."""
     assert len(CALLS) > 80 and {call.name for call in CALLS} == flops._formulas.keys()
     for call in CALLS:
         found = flops_of(call.name, call.named)
