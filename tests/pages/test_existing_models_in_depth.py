@@ -41,6 +41,7 @@ from funcops.adapters.nn import whole
 from funcops.low_precision import NVFP4, Fp8Block
 
 DOORS = f"{ADAPTERS}test_doors.py::"
+CHECKPOINTED = f"{ADAPTERS}test_checkpointed.py::test_gradients_are_those_of_the_plain_model"
 HELD_TRACES = f"{ADAPTERS}test_traces_held.py::"
 GRAPHED = "tests/graphs/test_graphed_traces.py::"
 TRANSFORMED = f"{ADAPTERS}test_transformed_traces.py::"
@@ -274,6 +275,14 @@ HELD = {  # by how each sentence of the page begins: what holds it
     "A file `my_overrides.py`": (f"{DOORS}test_an_override_of_torchtitan", TWO_RANKS),
     "The package `kernels`": f"{DOORS}test_a_mapping_of_kernels",
     "The class of this one": f"{DOORS}test_a_mapping_of_kernels",
+    "| adapters of PEFT": f"{ADAPTERS}test_peft.py::test_adapters",
+    "| `gradient_checkpointing_enable()`": CHECKPOINTED,
+    "| `torch.compile` |": f"{GRAPH}test_what_calls_or_traces_it",
+    "| DistributedDataParallel |": TWO_RANKS,
+    "| `fully_shard` |": TWO_RANKS,
+    "| `torch.autocast` |": f"{GRAPH}test_autocast_is_a_trace_of_its_own",
+    "A checkpoint's second run": CHECKPOINTED,
+    "Losses and gradients of swapped": (CHECKPOINTED, f"{GRAPH}test_three_steps_have_the_same_bits"),
     "A swapped layer's output": (
         STRIDES,
         f"{BOTH}layers_keep_no_more",
