@@ -227,7 +227,7 @@ ERRORS = [
     Error(call=lambda: Step("not a name", linear, LIN), match="Step: name must be an identifier"),
     Error(
         call=lambda: chain_fwd({"a": None}, torch.ones(2, 3), TIED),
-        match="chain_fwd: params must be a dict by step name: a, b, got missing ['b'], extra []",
+        match="chain_fwd: params must be a dict by step name: a, b, got missing ['b'], extra []: a step without params has None",
     ),
     Error(call=lambda: chain_fwd({"a": 1, "b": 2, "c": 3}, torch.ones(2, 3), TIED), match="got missing [], extra ['c']"),
     Error(

@@ -36,7 +36,8 @@ def check_names(where: str, what: str, tree: Any, cfg: Any) -> None:
         fail(where, what, f"a dict by {noun} name: {', '.join(names)}", describe(tree), TypeError)
     if tree.keys() != names.keys():
         missing, extra = sorted(names.keys() - tree.keys()), sorted(tree.keys() - names.keys())
-        fail(where, what, f"a dict by {noun} name: {', '.join(names)}", f"missing {missing}, extra {extra}")
+        none = f": a {noun} without params has None" if missing else ""
+        fail(where, what, f"a dict by {noun} name: {', '.join(names)}", f"missing {missing}, extra {extra}{none}")
 
 
 def unlike(x: Tensor, branch: Any) -> NoReturn:
