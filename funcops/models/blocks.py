@@ -55,8 +55,8 @@ def block_config(
     """A Llama block, or with a mixture of experts a Qwen3-MoE block; the extra `positions` [T] may be their rotary table.
 
     x, y: [*, T, dim]. `hidden` is the size of the MLP; norms have an eps of 1e-5, with a mixture 1e-6. Params: `attn.norm`,
-    `attn.qkv.q.proj` (and k, v), `attn.out`, `mlp.norm`, `mlp.up` and `mlp.down`, with a mixture what `moe` has in place of the last
-    two. With `recompute` outputs of norms and the GLU are not kept. Raises `ValueError` if heads do not divide dim."""
+    `attn.qkv.q.proj` (and k, v), `attn.out`, `mlp.norm`, `mlp.up` and `mlp.down`, with a mixture what `moe` has in place of the
+    last two. With `recompute` outputs of norms and the GLU are not kept. Raises `ValueError` if heads do not divide dim."""
     require(dim % heads == 0, "block_config", "heads", f"a divisor of dim {dim}", heads)
     size, eps = dim // heads, 1e-5 if mixture is None else 1e-6
 
