@@ -36,6 +36,7 @@ from funcops import (
     skip,
 )
 from funcops import nn as fnn
+from funcops.adapters.nn.hugging_face import causal_lm_loss
 from funcops.engine.trees import leaves, tensors, tree_map_tensors
 from funcops.testing import assert_close
 
@@ -269,6 +270,17 @@ def test_a_frozen_module_is_compiled_once():
             p.requires_grad_(bool(i >> j % 2 & 1))
         other(x).sum().backward()
         compiled(x).sum().backward()
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("items", [None, 3])
+@pytest.mark.parametrize("ignored", [-100, 1])
+def test_the_first_call_of_a_causal_loss_compiles_it_for_all(ignored, items):
+    logits, labels = torch.randn(2, 5, 7, requires_grad=True), torch.randint(7, (2, 5))
+    compiled = torch.compile(causal_lm_loss, backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            compiled(logits, labels, 7, items, ignored).backward()
     assert graphs() == 1
 
 

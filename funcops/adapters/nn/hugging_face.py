@@ -344,6 +344,9 @@ class T5DenseGatedActDense(T5Dense, GatedMLP):
     layers = ("wi_0", "wi_1", "wo")
 
 
+LOSSES = {reduction: CrossEntropyConfig(reduction=reduction) for reduction in ("mean", "sum")}
+
+
 def causal_lm_loss(
     logits: Tensor,
     labels: Tensor,
@@ -358,20 +361,12 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
-    cfg = _loss_config(ignore_index, reduction)
+    cfg = LOSSES[reduction]  # made before any call: a compiler would guard on a table that calls fill
+    if ignore_index != cfg.ignore_index:
+        cfg = CrossEntropyConfig(ignore_index=ignore_index, reduction=reduction)
     x = logits.reshape(-1, vocab_size), shift_labels.reshape(-1).to(logits.device)
     with outside(logits.device.type):
         loss: Tensor = run_op(cross_entropy, None, x, cfg)
     if num_items_in_batch is None:
         return loss
     return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)
-
-
-_loss_configs: dict[Any, CrossEntropyConfig] = {}
-
-
-def _loss_config(ignore_index: int, reduction: str) -> CrossEntropyConfig:
-    key = ignore_index, reduction
-    if key not in _loss_configs:
-        _loss_configs[key] = CrossEntropyConfig(ignore_index=ignore_index, reduction=reduction)
-    return _loss_configs[key]

@@ -189,7 +189,8 @@ def _readers(y: Any) -> dict[int, tuple[str, str]]:
         node: Any = waiting.pop()
         saved = [raw for name in dir(node) if name.startswith(RAW) for raw in _listed(getattr(node, name))]
         held = [raw.data for raw in saved if isinstance(raw.data, _Held)]
-        ours = kept_by(node, [one.tensor for one in held])
+        # inside a checkpoint a node has what the checkpoint put in place of its tensors
+        ours = kept_by(node, [one.tensor for one in held]) if len(held) == len(saved) else None
         found.update(zip(map(id, held), ours or [("", node.name())] * len(held), strict=True))
         following = {after for after, _ in node.next_functions if after is not None} - seen
         seen |= following
