@@ -1,15 +1,40 @@
 """Residuals and pendings whose leaves were cast, moved or replaced, of every operator: the backward gives right numbers, or names
 itself and the leaf before it computes anything. Leaves edited one by one are in the law Guarded."""
 
+import copy
+import dataclasses
 import re
 
 import pytest
 import torch
 from law_cases import FIRST
 
-from funcops import Offload, Policy, donate, linear, random, remat, with_policy
+from funcops import (
+    ActivationConfig,
+    ChainConfig,
+    LinearConfig,
+    Offload,
+    ParallelConfig,
+    Policy,
+    Recompute,
+    RepeatConfig,
+    RMSNormConfig,
+    SkipConfig,
+    Step,
+    activation,
+    chain,
+    donate,
+    linear,
+    parallel,
+    random,
+    remat,
+    repeat,
+    rms_norm,
+    skip,
+    with_policy,
+)
 from funcops.engine.contract.schema import Saved
-from funcops.engine.trees import tensors, tree_map, tree_map_tensors
+from funcops.engine.trees import at, paths, put, replace, structure, tensors, tree_map, tree_map_tensors, unflatten
 from funcops.library.formats import dense
 from funcops.low_precision import NF4, weight_only
 
@@ -167,3 +192,75 @@ def test_a_wrapped_op(name, edit):
 def test_weights_in_a_format(edit):
     op, cfg = weight_only(linear, NF4()), linear.config(64, 64)
     assert check_edited(op, op.init(cfg, key=random.key(0)), torch.randn(3, 64), cfg, EDITS[edit])
+
+
+MLP = ChainConfig(
+    steps=(
+        Step("norm", rms_norm, RMSNormConfig(dim=8)),
+        Step("up", linear, LinearConfig(8, 12)),
+        Step("act", activation, ActivationConfig("silu")),
+        Step("down", linear, LinearConfig(12, 8)),
+    )
+)
+BRANCHES = ParallelConfig(branches=(Step("a", chain, MLP), Step("b", skip, SkipConfig(chain, MLP))))
+RECOMPUTING = {
+    "chain": (chain, MLP),
+    "skip": (skip, SkipConfig(chain, MLP)),
+    "repeat": (repeat, RepeatConfig(skip, SkipConfig(chain, MLP), 2)),
+    "repeat, stacked": (repeat, RepeatConfig(skip, SkipConfig(chain, MLP), 2, stacked=True)),
+    "parallel": (parallel, BRANCHES),
+    "a chain in a chain": (chain, ChainConfig(steps=(Step("in", chain, MLP), Step("out", skip, SkipConfig(chain, MLP))))),
+    "Recompute": (with_policy(chain, Policy({"up.x": Recompute()}, outputs="none")), MLP),
+    "of norms": (with_policy(repeat, "recompute_norms"), RepeatConfig(chain, MLP, 2)),
+    "another field packed": (with_policy(chain, Policy({"act.x": Offload()})), MLP),
+    "remat of a step": (chain, dataclasses.replace(MLP, steps=(*MLP.steps[:3], Step("down", remat(linear), LinearConfig(12, 8))))),
+}
+FILLED = {
+    "put": put,
+    "tree_map": lambda tree, path, t: unflatten(structure(tree), [t if p == path else v for p, v in paths(tree).items()]),
+    "replace": lambda tree, path, t: _in_its_node(tree, path, lambda node, name: replace(node, **{name: t})),
+    "dataclasses": lambda tree, path, t: _in_its_node(tree, path, lambda node, name: dataclasses.replace(node, **{name: t})),
+    "deepcopy": lambda tree, path, t: copy.deepcopy(put(tree, path, t)),
+    "twice": lambda tree, path, t: put(put(tree, path, t[:1]), path, t),
+}
+
+
+def _in_its_node(tree, path, change):
+    above, _, name = path.rpartition(".")
+    return put(tree, above, change(at(tree, above), name))
+
+
+def left_out(tree):
+    """The paths of the fields that a program computes again."""
+    above = dict.fromkeys(path.rpartition(".")[0] for path, leaf in paths(tree).items() if leaf is None)
+    owners = [(path, node) for path in above if path and isinstance(node := at(tree, path), Saved)]
+    dropped = [(path, node, name) for path, node in owners for name in node.needs.drop if name in node.fields]
+    return [f"{path}.{name}" for path, node, name in dropped if getattr(node, name) is None]
+
+
+@pytest.mark.turns("value", "way", "name", every=10)
+@pytest.mark.parametrize("value", ["right", "zeros", "another shape", "another dtype"])
+@pytest.mark.parametrize("way", FILLED)
+@pytest.mark.parametrize("name", RECOMPUTING)
+def test_a_residual_that_is_recomputed_is_not_edited_in_silence(name, way, value):
+    """A value in a field that the backward computes again would be overwritten: every half refuses it, by path and with a remedy;
+    a field that is emptied again is as the forward left it."""
+    op, cfg = RECOMPUTING[name]
+    params, x = op.init(cfg, key=random.key(0)), torch.randn(3, 8)
+    t = {"right": torch.randn(3, 12), "zeros": torch.zeros(3, 12), "another shape": torch.ones(5), "another dtype": torch.arange(3)}
+    tried = 0
+    for half, tree, run, sums in waiting(op, params, x, cfg):
+        for path in left_out(tree):
+            *steps, field = path.split(".")
+            # a walk gives new nodes, as some calls give theirs away
+            edited, back = (FILLED[way](tree_map(lambda leaf: leaf, tree), path, t[value]) for _ in range(2))
+            said = rf"\.{field} must be None, because the chain recomputes it .*Keep it, with Save"
+            with pytest.raises(ValueError, match=said) as error:
+                run(edited, sums())
+            assert ".".join(steps) in str(error.value).replace(": ", "."), str(error.value)
+            assert f"_{half}: " in str(error.value) or ": donate: " in str(error.value), str(error.value)
+            tried += 1
+            want = run(tree_map(lambda leaf: leaf, tree), sums())
+            for a, b in zip(tensors(run(put(back, path, None), sums())), tensors(want), strict=True):
+                assert torch.equal(a, b)
+    assert tried > 4, "nothing is recomputed here"

@@ -224,6 +224,10 @@ class Unlike(NamedTuple):
 
 
 _BACK = "Put back what the forward kept, with funcops.trees.replace, or run the forward again"
+_RECOMPUTED = (
+    "None, because the chain recomputes it in the backward from what",
+    "Keep it, with Save() for it in a policy or the policy 'save_all', or edit the residual from which it is recomputed",
+)
 
 
 class Known(NamedTuple):
@@ -340,11 +344,13 @@ class Moved(NamedTuple):
                 break
             kept = _kept(value)
             dropped = not kept and _holes(value)  # a field that no requested gradient needs
-            if forms and len(kept) != len(forms) and not dropped:
-                expected = f"{forms[0].said(forms[0])}, as" if len(forms) == 1 and forms[0] else f"{len(forms)} leaves, as"
-                # a stand-in describes itself
-                got = next((describe(leaf) for leaf in kept.values() if _form(leaf) is None), f"{len(kept)} leaves")
-                found = name, f"{expected} the forward kept", f"{got}. {_BACK}", TypeError
+            # a field that a program recomputes is overwritten: a value in it would be ignored in silence
+            if (forms or name in node.needs.drop) and len(kept) != len(forms) and not dropped:
+                one = f"{forms[0].said(forms[0])}, as" if len(forms) == 1 and forms[0] else f"{len(forms)} leaves, as"
+                # a stand-in describes itself, and so does what fills an empty field
+                got = next((describe(leaf) for leaf in kept.values() if not forms or _form(leaf) is None), f"{len(kept)} leaves")
+                wanted, remedy = (one, _BACK) if forms else _RECOMPUTED
+                found = name, f"{wanted} the forward kept", f"{got}. {remedy}", TypeError if forms else ValueError
                 break
             pairs = [(path, form, leaf) for (path, leaf), form in zip(kept.items(), forms, strict=False)]
             rows += [(join_path(name, path), form, leaf) for path, form, leaf in pairs if form and not _stood_in(leaf)]

@@ -70,7 +70,7 @@ from funcops.engine.contract.signatures import (
     Y,
     Y_out,
 )
-from funcops.engine.errors import describe, fail
+from funcops.engine.errors import describe, fail, require
 from funcops.engine.trees import FIELDS
 
 __all__ = ["ALL", "Op", "OpConfig", "Prefetch", "TypedOp", "both_halves", "bwd_of", "config", "dgrad_of", "forward"]
@@ -291,12 +291,12 @@ def make_op(
     if not isinstance(config, type) or not issubclass(config, OpConfig):
         got = config.__name__ if isinstance(config, type) else describe(config)
         fail(f"make_op {name!r}", "config", "a subclass of OpConfig, whose methods are the defaults", got, TypeError)
-    if recomputable not in ("", "elementwise", "norm"):
-        fail(f"make_op {name!r}", "recomputable", '"elementwise", "norm" or ""', repr(recomputable))
-    if bool(recomputable) != (recompute is not None):
-        fail(f"make_op {name!r}", "recomputable", "given together with recompute(residuals, cfg)", repr(recomputable))
-    if wgrad is not None and init is None:
-        fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
+    where, said = f"make_op {name!r}", repr(recomputable)
+    require(recomputable in ("", "elementwise", "norm"), where, "recomputable", '"elementwise", "norm" or ""', said)
+    both = bool(recomputable) == (recompute is not None)
+    require(both, where, "recomputable", "given together with recompute(residuals, cfg)", said)
+    asked = "given together with wgrad: a combinator asks it which params there are"
+    require(wgrad is None or init is not None, where, "init", asked, None)
     _check_decorated(name, fwd, dgrad, wgrad, bwd, recompute)
     # names get into source and paths as plain text
     name, written = exact(name), bwd

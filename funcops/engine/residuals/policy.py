@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from funcops.engine.contract.walk import layer_ranges
-from funcops.engine.errors import describe, fail, require_flag, require_type
+from funcops.engine.errors import describe, fail, require, require_flag, require_type
 from funcops.engine.residuals.codec import codec
 from funcops.engine.residuals.offload import copies
 
@@ -172,8 +172,7 @@ class Policy:
         require_flag("Policy", optional=self.optional)
         for name, among in (("outputs", ("recomputable", "norms", "none")), ("blocks", ("residuals", "inputs", "offloaded"))):
             value = getattr(self, name)
-            if value not in among:
-                fail("Policy", name, " or ".join(map(repr, among)), repr(value))
+            require(value in among, "Policy", name, " or ".join(map(repr, among)), repr(value))
 
     def action(self, path: str, waits: bool = False) -> Action | None:
         """The action of the last matching rule; see `means`."""
