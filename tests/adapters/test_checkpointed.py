@@ -123,7 +123,7 @@ def test_a_trace_leaves_nothing_to_the_next_compiler(way):
 @pytest.mark.parametrize("order", [("wrap",), ("wrap", "from_torch"), ("from_torch", "wrap")], ids="-".join)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_kept_is_reported(way, order):
-    """Of a node inside a checkpoint, which keeps the inputs alone, there is nothing to name."""
+    """A node inside a checkpoint holds no tensor of its own: the checkpoint keeps the inputs alone."""
     model, x = made(way, "alone", order), torch.randn(2, 3, 8, requires_grad=True)
     for _ in range(2):  # before and after the first call
         assert fnn.kept_report(model, x).kept_bytes == fnn.kept_bytes(model, x)

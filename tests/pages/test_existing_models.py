@@ -137,7 +137,7 @@ def a_frozen_weight_keeps_no_input():
 
 
 def outputs_that_a_backward_reads():
-    (named,) = re.findall(r"unless the backward reads it \((.*?)\)", PAGE)
+    (named,) = re.findall(r"writing to an output that the backward reads \((.*?)\)", PAGE)
     found = []
     for name, make in LAYERS.items():
         raised = []

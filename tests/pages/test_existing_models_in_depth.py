@@ -439,6 +439,7 @@ def test_each_sentence_has_a_test():
     check_held(sentences(PAGE), HELD)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("check", checks(HELD))
 def test_sentence(check):
     torch.manual_seed(0)
