@@ -19,7 +19,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from funcops.engine.backend import kernel, tracing, wide
+from funcops.engine.backend import kernel, wide
 
 
 @kernel(rows="pinned")
@@ -209,7 +209,7 @@ def add_terms_of_labels(d: Tensor, rows: Tensor, labels: Tensor, ignored: Tensor
     elsewhere = ignored if d.shape[-1] == vocab else ignored | (index < 0) | (index >= d.shape[-1])
     at_label, index = at_label.masked_fill(elsewhere, 0.0), index.masked_fill(elsewhere, 0)
     index, at_label = index.unsqueeze(-1), at_label.unsqueeze(-1)  # term 2
-    if tracing():  # a compiler cannot join a scatter with the loop of the other terms
+    if torch.compiler.is_compiling():  # which cannot join a scatter with the loop of the other terms
         d.copy_(torch.where(torch.arange(d.shape[-1], device=d.device) == index, d + at_label, d))
     else:
         d.scatter_add_(-1, index, at_label)
