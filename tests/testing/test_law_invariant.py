@@ -1,12 +1,16 @@
 """The law Invariant notices orders that depend on the batch, each planted in an op that says it has none."""
 
+import re
+
 import pytest
 import torch
+import torch.nn.functional as F
 from law_cases import CASES, FIRST, turns
 
 from funcops import LinearConfig, LinearParams
 from funcops.contract import DGRAD, FLOATS, Needs, OpConfig, Residuals, check, config, dgrad_of, forward, make_op, saved
 from funcops.engine.backend import kernel
+from funcops.library.kernels.pins import vectorized
 from funcops.testing import Case
 from funcops.testing.invariant import count_compared, exempt, law_invariant
 
@@ -89,8 +93,16 @@ def case_of(where, how):
 @pytest.mark.parametrize("where", ["y", "dx"])
 @pytest.mark.parametrize("how", ORDERS)
 def test_an_order_that_depends_on_the_batch_is_noticed(how, where):
-    with pytest.raises(AssertionError, match=rf"^{where} of \d rows differs in a batch of \d+, from row \d+ on$"):
+    said = rf"^{where} of \d rows differs in a batch of \d+, from row \d+ on\nEither rows mix, .*vectorized\(fn, x\)"
+    with pytest.raises(AssertionError, match=re.compile(said, re.DOTALL)):
         law_invariant(case_of(where, how), torch.float32)
+
+
+@pytest.mark.parametrize("where", ["y", "dx"])
+@pytest.mark.parametrize("fn", [tail_of_elements, F.softplus], ids=lambda fn: fn.__name__)
+def test_whole_vectors_as_the_error_says_are_the_remedy(monkeypatch, fn, where):
+    monkeypatch.setitem(ORDERS, "whole vectors", lambda t: vectorized(fn, t))
+    assert count_compared(case_of(where, "whole vectors"), torch.float32) == 6
 
 
 def test_the_op_without_a_planted_order_obeys():
