@@ -228,16 +228,25 @@ def _in_traced_step(error: Exception, name: object) -> None:
         raise type(error)(f"{name}{between}{error.args[0]}") from error
 
 
-def require(ok: bool, where: str, name: str, expected: str, got: object) -> None:
-    """Raise `ValueError` unless `ok`; for config values and other plain arguments."""
+def not_a_tuple(where: str, x: Any, *names: str, why: str = "") -> NoReturn:
+    """Raise `TypeError`, as x is not a tuple with a part for each name, and say how a step of a chain takes these parts. `why`
+    tells what asks for them, as in ", as the config says"."""
+    got = f"{describe(x)}: a step of a chain takes what the step before does not give with Step(..., takes={names[1:]})"
+    fail(where, "x", f"a tuple ({', '.join(names)}){why}", got, TypeError)
+
+
+def require(ok: bool, where: str, name: str, expected: str, got: object, error: type[Exception] = ValueError) -> None:
+    """Raise `error` unless `ok`; for config values and other plain arguments."""
     if not ok:
-        fail(where, name, expected, got)
+        fail(where, name, expected, got, error)
 
 
 def require_type(where: str, name: str, value: object, *types: type) -> None:
-    """Raise `TypeError` unless `value` is an instance of one of `types` (a bool is not an int)."""
+    """Raise `TypeError` unless `value` is an instance of one of `types` (a bool is not an int). A type may say how a function
+    becomes one, in `of_a_function`."""
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        fail(where, name, " or ".join(t.__name__ for t in types), describe(value), TypeError)
+        made = getattr(types[0], "of_a_function", "") * callable(value)
+        fail(where, name, " or ".join(t.__name__ for t in types), describe(value) + made, TypeError)
 
 
 def require_count(where: str, least: int = 1, **given: object) -> None:

@@ -264,7 +264,7 @@ def test_wrong_arguments_raise_before_anything_is_added():
     assert not into.weight.any()
     with pytest.raises(ValueError, match="batch_wgrads: pendings must be at least one, got none"):
         batch_wgrads(linear, [], cfg)
-    with pytest.raises(ValueError, match="batch_wgrads: how must be None or one of each, concatenate, batch, group, got 'bmm'"):
+    with pytest.raises(ValueError, match="how must be None, or one of 'each', 'concatenate', 'batch', 'group', got 'bmm'"):
         batch_wgrads(linear, pendings, cfg, how="bmm")
     with pytest.raises(TypeError, match="batch_wgrads: pendings must be list or tuple, got LinearPending"):
         batch_wgrads(linear, pendings[0], cfg)

@@ -3,23 +3,31 @@
 import pytest
 import torch
 
+import funcops
 from funcops import (
+    AddConfig,
+    AttentionConfig,
     ChainConfig,
+    DropoutConfig,
     LinearConfig,
     Needs,
     Policy,
     Recompute,
     RopeConfig,
     Step,
+    batch_wgrads,
     chain,
+    differentiable,
     dist,
     donate,
     linear,
     nn,
     qlinear,
     random,
+    remat,
     rope,
     value_and_grad,
+    vjp,
     with_policy,
 )
 from funcops.lora import lora_init, merge, with_lora
@@ -57,6 +65,28 @@ def low(dtype):
     return qlinear.fwd(quantize_params(qlinear.init(LOW, key=random.key(0)), LOW), torch.ones(32, 64, dtype=dtype), LOW)
 
 
+MODULE = torch.nn.Linear(2, 2)
+TAKE_OPS = {
+    "value_and_grad": value_and_grad,
+    "vjp": lambda fn: vjp(fn, torch.ones(2)),  # as JAX has it
+    "batch_wgrads": batch_wgrads,
+    "Step": lambda fn: Step("one", fn, LinearConfig(2, 2)),
+    "remat": remat,
+    "with_policy": lambda fn: with_policy(fn, "save_all"),
+    "differentiable": differentiable,
+}
+# what the first step of a chain with one tensor for x lacks
+TUPLES = {"dropout": ("key",), "rope": ("positions",), "add": ("b",), "attention": ("k", "v"), "cross_entropy": ("labels",)}
+CONFIGS = {"dropout": DropoutConfig(0.5), "rope": RopeConfig(8), "add": AddConfig(), "attention": AttentionConfig()}
+TAKES = r"x must be a tuple \(.*\), got float32\[2, 8\]: a step of a chain takes .* with Step\(..., takes=\('%s'"
+
+
+def alone(name):
+    op = getattr(funcops, name)
+    cfg = ChainConfig(steps=(Step("one", op, CONFIGS.get(name) or op.config()),))
+    chain.fwd({"one": None}, torch.ones(2, 8), cfg)
+
+
 REMEDIES = {
     "heads": (lambda: block_config(64, 5, 96), r"block_config: heads must be a divisor of dim 64, got 5"),
     "a file's name": (
@@ -76,6 +106,22 @@ REMEDIES = {
         lambda: value_and_grad(chain)(params(), torch.ones(2, 64), CFG),
         r"got float32\[2, 64\]: end the chain with a loss, or call vjp with a dy",
     ),
+    **{
+        f"{what} {'a module' if fn is MODULE else 'a function'}": (
+            lambda call=call, fn=fn: call(fn),
+            rf"^{what}.*: op must be Op, got \w+: op_from_torch\(fn\) makes one of fn\(params, x, cfg\) -> y, op_from_module\(",
+        )
+        for fn in (lambda x: x, MODULE)
+        for what, call in TAKE_OPS.items()
+    },
+    **{f"a tuple for {name}": (lambda name=name: alone(name), TAKES % "', '".join(names)) for name, names in TUPLES.items()},
+    **{
+        f"batch_wgrads, {how!r}": (
+            lambda how=how: batch_wgrads(chain, [None], CFG, how=how),
+            rf"how must be None, or one of 'each', 'concatenate', 'batch', 'group'{meant}, got {how!r}",
+        )
+        for how, meant in (("one", ""), (3, ""), ("bacth", r" \(did you mean 'batch'\?\)"))
+    },
     "codes merged": (merged, r"merge before the weights are quantised, or funcops.low_precision.dense\(params\) first"),
     "a donated tree": (donated, r"must not be looked into, .*: take its parts first, and donate each"),
     "another op's config": (

@@ -44,7 +44,7 @@ from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.engine.contract.pausing import landed, without_params
 from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved, static
-from funcops.engine.errors import FLOATS, describe, fail
+from funcops.engine.errors import FLOATS, describe, fail, not_a_tuple
 from funcops.library.ops.permute import check_rows_and_choices
 
 __all__ = ["CombineConfig", "CombineResiduals"]
@@ -81,7 +81,7 @@ def combine_fwd(
 
 def _begin(params: None, x: tuple[Tensor, ...], cfg: CombineConfig, *, needs: Needs) -> Any:
     if not isinstance(x, tuple) or len(x) not in (2, 3):
-        fail("combine_fwd", "x", "a tuple (rows, place, sizes)", describe(x), TypeError)
+        not_a_tuple("combine_fwd", x, "rows", "place", "sizes")
     rows, place = check_rows_and_choices("combine_fwd", x[:2], "place")
     sizes = x[2] if len(x) == 3 else None
     check_tensor("combine_fwd", "x.0 (rows)", rows, (...,), FLOATS)

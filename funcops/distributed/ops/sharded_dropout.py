@@ -33,7 +33,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
-from funcops.engine.errors import FLOATS, describe, fail, require
+from funcops.engine.errors import FLOATS, describe, not_a_tuple, require
 from funcops.library.ops.dropout import check_shared, sharded_mask
 
 __all__ = ["Shared", "ShardedDropoutConfig", "ShardedDropoutResiduals"]
@@ -91,7 +91,7 @@ def sharded_dropout_fwd(
     unless x is a pair."""
     where = "sharded_dropout_fwd"
     if not isinstance(x, tuple) or len(x) != 2:
-        fail(where, "x", "a tuple (x, key)", describe(x), TypeError)
+        not_a_tuple(where, x, "x", "key")
     t, key = x
     check_tensor(where, "x.0", t, (...,), FLOATS)
     check_tensor(where, "x.1 (the key)", key, (2,), torch.int64, t)

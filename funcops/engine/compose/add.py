@@ -21,7 +21,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.engine.contract.schema import Inputs, Residuals
-from funcops.engine.errors import FLOATS, check, describe, fail
+from funcops.engine.errors import FLOATS, check, not_a_tuple
 
 __all__ = ["AddConfig", "AddResiduals", "add", "add_bwd", "add_dgrad", "add_fwd", "add_init", "add_wgrad"]
 
@@ -50,7 +50,7 @@ def add_fwd(
     """`y = a + b`. x: `(a, b)`, of one shape: nothing is broadcast. Raises `ValueError` or `TypeError` unless both are float
     tensors of one shape, dtype and device."""
     if not isinstance(x, tuple) or len(x) != 2:
-        fail("add_fwd", "x", "a tuple (a, b)", describe(x), TypeError)
+        not_a_tuple("add_fwd", x, "a", "b")
     a, b = x
     check("add_fwd", "x.0", a, (...,), FLOATS)
     # nothing is broadcast: da and db are dy itself, and not sums of it

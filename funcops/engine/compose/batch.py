@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import is_dynamo_compiling
 
 from funcops.engine.backend import notes, scopes, wide
-from funcops.engine.contract.op import Op
+from funcops.engine.contract.op import Op, takes_op
 from funcops.engine.contract.schema import Donated
 from funcops.engine.errors import FLOATS, DonatedError, describe, fail, in_step, one_of, require, require_type
 from funcops.engine.program.accumulator_checks import check_into_tree
@@ -26,6 +26,7 @@ __all__ = ["batch_wgrads"]
 HOW = ("each", "concatenate", "batch", "group")
 
 
+@takes_op
 def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None, how: str | None = None) -> Any:
     """The sum of `op.wgrad(pending, cfg)` over the pendings (microbatches), added to `into` if given.
 
@@ -50,10 +51,9 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
     >>> batch_wgrads(linear, pendings, cfg).weight
     tensor([[12., 12.]])
     """
-    require_type("batch_wgrads", "op", op, Op)
     require_type("batch_wgrads", "pendings", pendings, list, tuple)
     require(len(pendings) > 0, "batch_wgrads", "pendings", "at least one", "none")
-    require(how is None or how in HOW, "batch_wgrads", "how", f"None or {one_of(HOW, how)}", repr(how))
+    require(how is None or how in HOW, "batch_wgrads", "how", f"None, or {one_of(map(repr, HOW), repr(how))}", repr(how))
     like, sums = (None, into) if into is not None else _zeros(op, pendings, cfg)
     if into is not None:
         _check_all(op, pendings, cfg, into)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcops.engine.contract.needs import Needs
-from funcops.engine.contract.op import Op
+from funcops.engine.contract.op import Op, takes_op
 from funcops.engine.contract.signatures import C, HasFwd, P, R, Run, X, Y
 from funcops.engine.errors import describe, fail, require, require_flag, require_type
 from funcops.engine.residuals.donate import donate
@@ -30,6 +30,7 @@ def value_and_grad(
 def value_and_grad(
     op: HasFwd[P, X, C, Y, R], *, x: bool, has_aux: bool = ..., losses: tuple[str, ...] = ..., needs: Needs = ...
 ) -> Run[P, X, C, tuple[Y, Any]]: ...
+@takes_op
 def value_and_grad(
     op: Any, *, x: bool = False, has_aux: bool = False, losses: tuple[str, ...] = (), needs: Needs = Needs.ALL
 ) -> Callable[..., Any]:
@@ -51,7 +52,6 @@ def value_and_grad(
     >>> loss, dlogits
     (tensor(1.3863), tensor([[ 0.2500,  0.2500,  0.2500, -0.7500]]))
     """
-    require_type("value_and_grad", "op", op, Op)
     require_flag("value_and_grad", x=x, has_aux=has_aux)
     check_losses("value_and_grad", losses)
     require_type("value_and_grad", "needs", needs, Needs)
@@ -94,11 +94,17 @@ def check_losses(where: str, losses: Any, outputs: Iterable[str] | None = None) 
 
 def sum_gradient(where: str, name: str, output: Any, each: float = 1.0) -> Tensor:
     """The gradient of an output whose sum, times `each`, is added to a loss."""
-    if not isinstance(output, Tensor) or not output.is_floating_point():
-        fail(where, "losses", "names of float outputs", f"{name!r}, {describe(output)}")
+    require(
+        isinstance(output, Tensor) and output.is_floating_point(),
+        where,
+        "losses",
+        "names of float outputs",
+        f"{name!r}, {describe(output)}",
+    )
     return torch.full_like(output, each)
 
 
+@takes_op
 def vjp(
     op: HasFwd[P, X, C, Y, R], params: P, x: X, cfg: C, *, needs: Needs = Needs.ALL
 ) -> tuple[Y, Callable[[Y | None], tuple[P, X]]]:
@@ -112,7 +118,6 @@ def vjp(
     >>> y, pullback(torch.tensor([1.0, 0.0]))
     (tensor([3., 3.]), (None, tensor([3., 0.])))
     """
-    require_type("vjp", "op", op, Op)
     bwd = cast(Op, op).bwd
     y, residuals = op.fwd(params, x, cfg, needs=needs)
 

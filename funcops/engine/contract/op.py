@@ -20,6 +20,7 @@ obeys, checked by `funcops.testing.check_op`:
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pickle
@@ -36,9 +37,9 @@ from funcops.engine.contract.configs import OpConfig as OpConfig
 from funcops.engine.contract.configs import config as config
 from funcops.engine.contract.configs import same_width as same_width
 from funcops.engine.contract.functions import ALL as ALL
+from funcops.engine.contract.functions import F, derived_bwd, dgrad_as_bwd, no_init, no_wgrad
 from funcops.engine.contract.functions import NoneType as NoneType
 from funcops.engine.contract.functions import bwd_of as bwd_of
-from funcops.engine.contract.functions import derived_bwd, dgrad_as_bwd, no_init, no_wgrad
 from funcops.engine.contract.functions import dgrad_of as dgrad_of
 from funcops.engine.contract.functions import forward as forward
 from funcops.engine.contract.functions import init_of as init_of
@@ -70,7 +71,7 @@ from funcops.engine.contract.signatures import (
     Y,
     Y_out,
 )
-from funcops.engine.errors import describe, fail, require
+from funcops.engine.errors import describe, fail, require, require_type
 from funcops.engine.trees import FIELDS
 
 __all__ = ["ALL", "Op", "OpConfig", "Prefetch", "TypedOp", "both_halves", "bwd_of", "config", "dgrad_of", "forward"]
@@ -240,6 +241,12 @@ class Op(NamedTuple):
         return make, args
 
 
+# what `require_type` adds to an error for a function where an op is wanted; set here, as a body of a named tuple takes fields alone
+Op.of_a_function = (  # type: ignore[attr-defined]
+    ": op_from_torch(fn) makes one of fn(params, x, cfg) -> y, op_from_module(module, x) of a module"
+)
+
+
 Op.__doc__ = PageOf(inspect.getdoc(Op) or "", page)  # type: ignore[assignment]  # `help(linear)` shows linear's page
 
 
@@ -288,15 +295,26 @@ def make_op(
 
     Raises `ValueError` for another `recomputable`, for one of these two without the other, for a `wgrad` without `init`, and for a
     path in a declaration that leads to no leaf; `TypeError` for a function without the decorator that it needs."""
-    if not isinstance(config, type) or not issubclass(config, OpConfig):
-        got = config.__name__ if isinstance(config, type) else describe(config)
-        fail(f"make_op {name!r}", "config", "a subclass of OpConfig, whose methods are the defaults", got, TypeError)
-    where, said = f"make_op {name!r}", repr(recomputable)
+    where, said, known = f"make_op {name!r}", repr(recomputable), isinstance(config, type)
+    require(
+        known and issubclass(config, OpConfig),
+        where,
+        "config",
+        "a subclass of OpConfig, whose methods are the defaults",
+        config.__name__ if known else describe(config),
+        TypeError,
+    )
     require(recomputable in ("", "elementwise", "norm"), where, "recomputable", '"elementwise", "norm" or ""', said)
-    both = bool(recomputable) == (recompute is not None)
-    require(both, where, "recomputable", "given together with recompute(residuals, cfg)", said)
-    asked = "given together with wgrad: a combinator asks it which params there are"
-    require(wgrad is None or init is not None, where, "init", asked, None)
+    require(
+        bool(recomputable) == (recompute is not None), where, "recomputable", "given together with recompute(residuals, cfg)", said
+    )
+    require(
+        wgrad is None or init is not None,
+        where,
+        "init",
+        "given together with wgrad: a combinator asks it which params there are",
+        None,
+    )
     _check_decorated(name, fwd, dgrad, wgrad, bwd, recompute)
     # names get into source and paths as plain text
     name, written = exact(name), bwd
@@ -323,10 +341,22 @@ def _check_decorated(name: str, fwd: Any, dgrad: Any, wgrad: Any, bwd: Any, reco
     where, instead = f"make_op {name!r}", ", or given together with bwd"
     # only a derived bwd asks the halves what they open
     for given, decorator in () if bwd is not None else ((dgrad, "dgrad_of(Residuals)"), (wgrad, "wgrad_of(Pending, Params)")):
-        if given is not None and not hasattr(given, "opens"):
-            fail(where, decorator.partition("_")[0], f"decorated with @{decorator}{instead}", "a plain function", TypeError)
-    if recompute is not None and raw_of(recompute) is None and not hasattr(dgrad, "opens"):
-        fail(where, "recompute", "decorated with @recompute_of(Residuals)", "a plain function", TypeError)
+        require(
+            given is None or hasattr(given, "opens"),
+            where,
+            decorator.partition("_")[0],
+            f"decorated with @{decorator}{instead}",
+            "a plain function",
+            TypeError,
+        )
+    require(
+        recompute is None or raw_of(recompute) is not None or hasattr(dgrad, "opens"),
+        where,
+        "recompute",
+        "decorated with @recompute_of(Residuals)",
+        "a plain function",
+        TypeError,
+    )
     takes = getattr(fwd, "takes", None)
     if wgrad is None and isinstance(takes, type) and takes is not NoneType:
         fail(where, "wgrad", f"given, as fwd takes params ({takes.__name__})", "None", TypeError)
@@ -391,3 +421,14 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
     dropped: Any = dict.fromkeys(("recompute", "lower", "prefetch", "layer", "pausing", "named", "again"))
     dropped["logs"] = tuple([log for log in op.logs if log.__code__.co_varnames[:1] == ("params",)])
     return op._replace(**{"fwd": fwd, **dropped, **changes})
+
+
+def takes_op(fn: F) -> F:
+    """`fn` with a check that its first argument is an op, before Python misses others: `jax.vjp(fn, x)` has fewer than `vjp`."""
+
+    @functools.wraps(fn)
+    def checked(op: Any, *args: Any, **options: Any) -> Any:
+        require_type(fn.__name__, "op", op, Op)
+        return fn(op, *args, **options)
+
+    return checked  # type: ignore[return-value]

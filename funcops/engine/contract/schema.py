@@ -42,7 +42,7 @@ from funcops.engine.contract.marks import (
 )
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.trace_safe_cache import equal, remember
-from funcops.engine.errors import DonatedError, describe, differing_parts, fail, stale
+from funcops.engine.errors import DonatedError, describe, differing_parts, fail, require, stale
 from funcops.engine.trees import paths, register, register_node, show, static, tensors
 
 __all__ = ["DGRAD", "NESTED", "NO_GRADIENT", "RECOMPUTE", "WGRAD", "Donated", "Field", "Inputs", "Pending", "Phase"]
@@ -284,8 +284,7 @@ def _declared(cls: Any, base: type) -> Any:
 
 def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     wrong = [name for name in statics if name not in _STATICS]
-    if wrong:
-        fail(cls.__name__, "static", f"names among {', '.join(_STATICS)}", repr(wrong[0]))
+    require(not wrong, cls.__name__, "static", f"names among {', '.join(_STATICS)}", ", ".join(map(repr, wrong)))
     own = {**cls.__dict__.get("__annotations__", {}), **dict.fromkeys((*statics, "cfg", "needs", "_marks"), Any)}
     cls.__annotations__ = own | {"_moved": dataclasses.InitVar[Any]}  # from `replace` or a rebuilt tree, see Moved
     cls._moved = dataclasses.field(default=None, kw_only=True)

@@ -12,10 +12,10 @@ from funcops.engine.contract.op import Op
 from funcops.engine.contract.walk import nested, rewrite
 from funcops.engine.errors import (
     describe,
-    fail,
     in_html,
     join_path,
     on_screen,
+    require,
     require_device,
     require_dtype,
     require_flag,
@@ -99,8 +99,14 @@ def _check_options(where: str, needs: Any, device_type: Any, dtype: Any) -> None
 
 
 def lowered_of(where: str, cfg: Any, needs: Needs) -> Lowered:
-    if not isinstance(cfg, Composite) or cfg.lowered_by is None:
-        fail(where, "cfg", "the config of a chain, a skip or a parallel", describe(cfg), TypeError)
+    require(
+        isinstance(cfg, Composite) and cfg.lowered_by is not None,
+        where,
+        "cfg",
+        "the config of a chain, a skip or a parallel",
+        describe(cfg),
+        TypeError,
+    )
     return lower(cfg.lowered_by, cfg, needs)
 
 
@@ -164,8 +170,7 @@ def explain(
       backward  bias + act: bias + activation, saves 1 pass and 1 launch
       not bias + activation at bias (forward): the activation keeps the sum
     """
-    if not isinstance(cfg, Composite):
-        fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
+    require(isinstance(cfg, Composite), "explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
     _check_options("explain", needs, device_type, dtype)
     require_flag("explain", rows=rows)
     require_type("explain", "op", op, Op, type(None))

@@ -93,8 +93,14 @@ class Rule:
         require_type("Rule", "name", self.name, str)
         optional = {name: f for name in ("wgrads", "shared", "settle") if (f := getattr(self, name)) is not None}
         require_callable("Rule", match=self.match, run=self.run, **optional)
-        if not isinstance(self.saves, Saving) and not callable(self.saves):
-            fail("Rule", "saves", "a Saving, or a function that gives one", describe(self.saves), TypeError)
+        require(
+            isinstance(self.saves, Saving) or callable(self.saves),
+            "Rule",
+            "saves",
+            "a Saving, or a function that gives one",
+            describe(self.saves),
+            TypeError,
+        )
         require_flag("Rule", on_cpu=self.on_cpu, whole=self.whole, recompute=self.recompute)
         require(
             self.settle is None or self.whole,

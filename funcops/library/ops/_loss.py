@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcops.engine.backend import wide
-from funcops.engine.errors import check, describe, fail, require, require_flag
+from funcops.engine.errors import check, describe, fail, not_a_tuple, require, require_flag
 
 Slopes = tuple[Tensor, Tensor | None]  # dloss and dentropy
 REDUCTIONS = ("mean", "sum", "none")
@@ -32,7 +32,7 @@ def check_options(cfg: Any, where: str) -> None:
 def check_pair(where: str, x: Any, last: int | None, first: str, times: int = 1) -> tuple[Tensor, Tensor]:
     """Check and return x: `(floats [*, last], labels [*])`, with `times` as many rows of labels along the first dimension."""
     if not isinstance(x, tuple) or len(x) != 2:
-        fail(where, "x", f"a tuple ({first}, labels)", describe(x), TypeError)
+        not_a_tuple(where, x, first, "labels")
     t, labels = x
     check(where, f"x.0 ({first})", t, (...,) if last is None else (..., last))
     if t.dim() < 1 or not t.is_floating_point():

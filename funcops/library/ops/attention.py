@@ -49,7 +49,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.engine.contract.schema import DGRAD, NESTED, Inputs, Residuals, saved
-from funcops.engine.errors import FLOATS, check, describe, fail, require
+from funcops.engine.errors import FLOATS, check, fail, not_a_tuple, require
 from funcops.library.kernels.attention import attend_bwd, attend_fwd
 from funcops.library.kernels.scored_attention import Score, read_here
 
@@ -137,7 +137,7 @@ def check_parts(where: str, x: object, parts: tuple[str, ...]) -> Any:
     if isinstance(x, tuple) and len(x) == 2 and type(x[0]) is tuple:
         x = (*x[0], x[1])
     if not isinstance(x, tuple) or len(x) != len(parts):
-        fail(where, "x", f"a tuple ({', '.join(parts)})", describe(x), TypeError)
+        not_a_tuple(where, x, *parts)
     return x
 
 

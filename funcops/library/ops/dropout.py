@@ -30,7 +30,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
-from funcops.engine.errors import FLOATS, check, describe, fail, require
+from funcops.engine.errors import FLOATS, check, describe, fail, not_a_tuple, require
 from funcops.library.kernels import pointwise as kernels
 
 __all__ = ["DropoutConfig", "DropoutResiduals"]
@@ -68,7 +68,7 @@ def dropout_fwd(
 ) -> tuple[Tensor, DropoutResiduals | None]:
     """x: `(x, key)` -> y: [*]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or key."""
     if not isinstance(x, tuple) or len(x) != 2:
-        fail("dropout_fwd", "x", "a tuple (x, key)", describe(x), TypeError)
+        not_a_tuple("dropout_fwd", x, "x", "key")
     t, key = x
     check("dropout_fwd", "x.0", t, (...,), FLOATS)
     check("dropout_fwd", "x.1 (the key)", key, (2,), torch.int64, t)

@@ -52,7 +52,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs, sub_mask
 from funcops.engine.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.engine.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
-from funcops.engine.errors import FLOATS, check, describe, fail, require
+from funcops.engine.errors import FLOATS, check, describe, fail, not_a_tuple, require
 from funcops.engine.trees import tree
 from funcops.library.kernels import experts as kernels
 from funcops.library.kernels.grouped import grouped_product
@@ -186,7 +186,7 @@ def check_experts_params(where: str, params: ExpertsParams, cfg: ExpertsConfig, 
 
 def check_experts_x(where: str, x: Any, dim: int | str, experts: int) -> None:
     if not isinstance(x, tuple) or len(x) != 3:
-        fail(where, "x", "a tuple (weights, x, indices)", describe(x), TypeError)
+        not_a_tuple(where, x, "weights", "x", "indices")
     weights, tokens, indices = x
     check(where, "x.1 (x)", tokens, (..., dim), FLOATS)
     check(where, "x.0 (weights)", weights, (...,), tuple({tokens.dtype: 0, wide(tokens.dtype): 0}), tokens)

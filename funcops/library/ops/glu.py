@@ -35,7 +35,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params, recompute_of
 from funcops.engine.contract.schema import DGRAD, RECOMPUTE, Inputs, Residuals, saved, static
-from funcops.engine.errors import FLOATS, check, describe, fail, one_of, require
+from funcops.engine.errors import FLOATS, check, fail, not_a_tuple, one_of, require
 from funcops.engine.residuals.forms import Packed, block_of, from_form
 from funcops.library.kernels import coded_glu
 from funcops.library.kernels import glu as kernels
@@ -95,7 +95,7 @@ class GLUResiduals(Residuals, static=("inputs",)):
 
 def _split(x: Any, *names: str) -> tuple[Tensor, ...]:
     if not isinstance(x, tuple) or len(x) != len(names):
-        fail("glu_fwd", "x", f"a tuple ({', '.join(names)}), as the config says", describe(x), TypeError)
+        not_a_tuple("glu_fwd", x, *names, why=", as the config says")
     return x
 
 

@@ -43,7 +43,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.engine.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
-from funcops.engine.errors import FLOATS, check, describe, fail, require
+from funcops.engine.errors import FLOATS, check, describe, fail, not_a_tuple, require
 from funcops.engine.trees import leaf, tree
 from funcops.library.kernels import grouped as kernels
 from funcops.library.kernels.routing import check_row_count, gather_rows, of_choices, of_rows
@@ -153,7 +153,7 @@ def grouped_inputs(where: str, x: Any, cfg: Any) -> tuple[Tensor, Tensor, Any, A
     """Check x and return its parts, the last of which is `place` or the weights."""
     names = ("x", "offsets", "order", "place") if cfg.gathered else ("rows", "offsets", *("order", "weights") * cfg.weighted)
     if not isinstance(x, tuple) or len(x) != len(names):
-        fail(where, "x", f"a tuple ({', '.join(names)}), as the config says", describe(x), TypeError)
+        not_a_tuple(where, x, *names, why=", as the config says")
     rows, offsets, order, last = (*x, None, None)[:4]
     check(where, f"x.0 ({names[0]})", rows, (..., cfg.in_features), FLOATS)
     if not cfg.gathered and rows.dim() != 2:

@@ -39,7 +39,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.engine.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
-from funcops.engine.errors import check, check_rows, describe, fail, require, require_count, require_number
+from funcops.engine.errors import check, check_rows, describe, not_a_tuple, require, require_count, require_number
 from funcops.engine.trees import leaf, tree
 from funcops.library.kernels import linear as products
 from funcops.library.kernels import pointwise
@@ -163,7 +163,7 @@ def low_rank_fwd(
         y, u = _product(params, x, cfg)  # type: ignore[arg-type]
         return y, LowRankResiduals.keep(cfg, needs, x=x, u=u, a=params.a, b=params.b, y_shape=y.shape, dtype=y.dtype)
     if not isinstance(x, tuple) or len(x) != 2:
-        fail("low_rank_fwd", "x", "a tuple (x, key), as cfg.dropout is above 0", describe(x), TypeError)
+        not_a_tuple("low_rank_fwd", x, "x", "key", why=", as cfg.dropout is above 0")
     rows, key = x
     _check("x.0", params, rows, cfg)
     check("low_rank_fwd", "x.1 (the key)", key, (2,), torch.int64, rows)

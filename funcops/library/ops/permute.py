@@ -36,7 +36,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved, static
-from funcops.engine.errors import FLOATS, check, describe, fail, require
+from funcops.engine.errors import FLOATS, check, describe, fail, not_a_tuple, require
 from funcops.library.formats import QTensor
 from funcops.library.kernels import routing as kernels
 from funcops.library.ops._ids import INDICES, check_ids
@@ -111,7 +111,7 @@ def sorted_kept(cfg: PermuteConfig, needs: Needs, x: tuple[Tensor, Tensor, Tenso
 def check_rows_and_choices(where: str, x: Any, name: str) -> tuple[Tensor, Tensor]:
     """Check and return a pair whose second part has an integer for each choice of each token."""
     if not isinstance(x, tuple) or len(x) != 2:
-        fail(where, "x", f"a tuple (x, {name})", describe(x), TypeError)
+        not_a_tuple(where, x, "x", name)
     dtypes = INDICES if name == "indices" else torch.int32
     check(where, f"x.1 ({name})", x[1], (...,), dtypes, x[0] if isinstance(x[0], Tensor) else None)
     if not x[1].dim() or not x[1].shape[-1]:

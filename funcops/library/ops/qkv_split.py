@@ -32,7 +32,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
-from funcops.engine.errors import check, check_rows, describe, fail, require
+from funcops.engine.errors import check, check_rows, describe, fail, not_a_tuple, require
 from funcops.library.kernels import qkv_split as kernels
 from funcops.library.ops.rope import RopeConfig, check_rotation, table_of
 
@@ -94,7 +94,7 @@ def qkv_split_fwd(
     """x: [*, T, (N + 2M) D], or `(x, positions or table)` -> `(q, k, v)`. Raises `ValueError` or `TypeError` for a wrong shape,
     dtype or device."""
     if cfg.rope is not None and (not isinstance(x, tuple) or len(x) != 2):
-        fail("qkv_split_fwd", "x", "a tuple (x, positions), as cfg.rope says", describe(x), TypeError)
+        not_a_tuple("qkv_split_fwd", x, "x", "positions", why=", as cfg.rope says")
     positions: Any
     t, positions = (x, None) if cfg.rope is None else x
     heads, kv_heads = cfg.heads, cfg.kv_heads

@@ -48,7 +48,7 @@ from funcops.engine.contract.configs import OpConfig
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
-from funcops.engine.errors import FLOATS, check, check_rows, describe, fail, one_of, require, require_type
+from funcops.engine.errors import FLOATS, check, check_rows, describe, fail, not_a_tuple, one_of, require, require_type
 from funcops.library.kernels import rope as kernels
 from funcops.library.ops.rope_scaling import SCALINGS, DynamicScaling, LongRopeScaling, Scaling, YarnScaling
 
@@ -245,7 +245,7 @@ def rope_fwd(
 ) -> tuple[Tensor, RopeResiduals | None]:
     """x: `(x, positions or table)` -> y: [*, T, N, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     if not isinstance(x, tuple) or len(x) != 2:
-        fail("rope_fwd", "x", "a tuple (x, positions)", describe(x), TypeError)
+        not_a_tuple("rope_fwd", x, "x", "positions")
     t, positions = x
     table = _quick_table(t, positions, cfg)
     if table is None:

@@ -71,7 +71,7 @@ from funcops.engine.contract.configs import OpConfig, require_config
 from funcops.engine.contract.needs import Needs
 from funcops.engine.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op
 from funcops.engine.contract.schema import DGRAD, Inputs, Residuals, saved
-from funcops.engine.errors import check, check_rows, describe, fail, require
+from funcops.engine.errors import check, check_rows, describe, fail, not_a_tuple, require
 from funcops.engine.trees import leaf, tree
 from funcops.library.kernels import route as kernels
 from funcops.library.kernels.routing import over_capacity
@@ -271,7 +271,7 @@ def _check_x(bias: Any, x: Any, cfg: RouteConfig) -> tuple[Tensor, Tensor | None
     names = [name for name, there in flags.items() if there]
     if names and (not isinstance(x, tuple) or len(x) != 1 + len(names)):
         said = " and ".join({"key": "jitter", "cu_seqlens": "packed", "choices": "replays"}[name] for name in names)
-        fail("route_fwd", "x", f"a tuple (logits, {', '.join(names)}), as cfg.{said} says", describe(x), TypeError)
+        not_a_tuple("route_fwd", x, "logits", *names, why=f", as cfg.{said} says")
     logits, given = x[0] if names else x, dict(zip(names, x[1:] if names else (), strict=True))
     check_rows("route_fwd", "x.0 (logits)" if names else "x", logits, cfg.experts)
     if cfg.jitter:
