@@ -235,10 +235,10 @@ def not_a_tuple(where: str, x: Any, *names: str, why: str = "") -> NoReturn:
     fail(where, "x", f"a tuple ({', '.join(names)}){why}", got, TypeError)
 
 
-def require(ok: bool, where: str, name: str, expected: str, got: object, error: type[Exception] = ValueError) -> None:
-    """Raise `error` unless `ok`; for config values and other plain arguments."""
+def require(ok: bool, where: str, name: str, expected: str, got: object, *error: type[Exception]) -> None:
+    """Raise `ValueError`, or the `error` that is given, unless `ok`; for config values and other plain arguments."""
     if not ok:
-        fail(where, name, expected, got, error)
+        fail(where, name, expected, got, *error)
 
 
 def require_type(where: str, name: str, value: object, *types: type) -> None:
