@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from funcops.engine.backend.declare import KERNELS
-from funcops.library.kernels.flops import flops_of
 
 __all__ = ["ON_CPU", "FlopCounter"]
 
@@ -60,9 +60,9 @@ class FlopCounter(TorchDispatchMode):
         if kernel is not None:
             names = [argument.name for argument in func._schema.arguments[: len(args)]]  # torch leaves out defaults
             given = dict(zip(names, args, strict=True))
-            counted = flops_of(kernel.name, given)
-            if counted is None:  # a written tensor's count of writes must not change
+            if kernel.flops is not None:
+                self.of_formulas += kernel.flops(**{one: given[one] for one in inspect.signature(kernel.flops).parameters})
+            elif not kernel.opaque:  # a written tensor's count of writes must not change
                 written = {name: torch.empty_like(t) for name in kernel.mutates if isinstance(t := given.get(name), Tensor)}
                 kernel.torch_impl(**{**given, **written})
-            self.of_formulas += counted or 0
         return func(*args, **(kwargs or {}))

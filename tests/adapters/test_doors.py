@@ -66,6 +66,25 @@ def test_a_callback_swaps_the_trainers_model(made, policy, tmp_path):
     assert type(trainer.model.model.norm(torch.ones(2, SIZES["hidden_size"])).grad_fn).__name__ == NODE
 
 
+def test_checkpoints_leave_a_hook_on_the_embeddings():
+    """Until it is taken away, the model runs part by part, which keeps more than its graph."""
+    model, batch = llama(), stacked(rows()[:2])
+    fnn.from_torch(model)
+
+    def kept():
+        for _ in range(3):
+            model(**batch).loss.backward()
+        return fnn.kept_bytes(model, **batch)
+
+    before = kept()
+    model.gradient_checkpointing_enable()
+    assert kept() < before
+    model.gradient_checkpointing_disable()
+    assert kept() > before
+    model.disable_input_require_grads()
+    assert kept() == before
+
+
 def test_a_callback_of_a_whole_model_keeps_the_bits(tmp_path):
     """In bfloat16 as well, as the swap comes before accelerate wraps the forward."""
     found = []

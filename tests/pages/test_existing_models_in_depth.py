@@ -282,6 +282,7 @@ HELD = {  # by how each sentence of the page begins: what holds it
     "| `fully_shard` |": TWO_RANKS,
     "| `torch.autocast` |": f"{GRAPH}test_autocast_is_a_trace_of_its_own",
     "A checkpoint's second run": CHECKPOINTED,
+    "Transformers also leaves": f"{DOORS}test_checkpoints_leave_a_hook_on_the_embeddings",
     "Losses and gradients of swapped": (CHECKPOINTED, f"{GRAPH}test_three_steps_have_the_same_bits"),
     "A swapped layer's output": (
         STRIDES,

@@ -86,6 +86,7 @@ class Kernel:
         self.unsought = body.__module__.startswith("funcops.")
         self.fake_impl: Implementation = body
         self.formula: Implementation | None = None
+        self.flops: Implementation | None = None  # of an opaque body's products, from the arguments that it names
         self.scope: dict[str, Any] = {}  # the globals of its calls
         self._operator: Implementation | None = None
         self._torch_operator: Implementation | None = None

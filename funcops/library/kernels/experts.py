@@ -21,7 +21,6 @@ from torch import Tensor
 
 from funcops.engine.backend import kernel, wide
 from funcops.library.kernels import glu
-from funcops.library.kernels.flops import flops
 from funcops.library.kernels.grouped import grouped_product
 from funcops.library.kernels.linear import linear_fwd
 from funcops.library.kernels.pins import own
@@ -54,9 +53,11 @@ def _experts_up_fake(x: Tensor, up: Tensor, order: Tensor) -> tuple[Tensor, Tens
     return x.new_empty((rows, width)), x.new_empty((rows, width // 2))
 
 
-@flops(experts_up)
 def _experts_up_flops(up: Tensor, order: Tensor) -> int:
     return 2 * len(order) * up.shape[1] * up.shape[2]
+
+
+experts_up.kernel.flops = _experts_up_flops
 
 
 @kernel(opaque=True, rows="each")
@@ -112,9 +113,11 @@ def _experts_dgrad_fake(
     return d_z, weights.new_empty(weights.shape) if dweights else None, recomputed
 
 
-@flops(experts_dgrad)
 def _experts_dgrad_flops(down: Optional[Tensor], order: Tensor) -> int:
     return 0 if down is None else 2 * len(order) * down.shape[1] * down.shape[2]
+
+
+experts_dgrad.kernel.flops = _experts_dgrad_flops
 
 
 def _by_place(ds: Tensor, place: Tensor, dy: Tensor, bias: Optional[Tensor], indices: Optional[Tensor]) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from funcops.engine.backend import kernel, wide
 from funcops.engine.errors import fail
-from funcops.library.kernels.flops import flops
 
 _grouped_mm = getattr(F, "grouped_mm", None)
 LEAST = (8, 0)  # the least device capability for torch's grouped product
@@ -48,9 +47,11 @@ def _grouped_product_fake(a: Tensor, w: Tensor, index: Optional[Tensor], transpo
     return a.new_empty((a.shape[0] if index is None else index.shape[0], w.shape[1 if transposed else 2]))
 
 
-@flops(grouped_product)
 def _grouped_product_flops(a: Tensor, w: Tensor, index: Optional[Tensor]) -> int:
     return 2 * len(a if index is None else index) * w.shape[1] * w.shape[2]
+
+
+grouped_product.kernel.flops = _grouped_product_flops
 
 
 @kernel(opaque=True, rows="each")
@@ -105,10 +106,11 @@ def grouped_wgrad_into(
         db += _sums(rows, offsets, scales)
 
 
-@flops(grouped_wgrad)
-@flops(grouped_wgrad_into)  # x is None where only db is asked for
 def _grouped_wgrad_flops(dy: Tensor, x: Optional[Tensor], dy_index: Optional[Tensor]) -> int:
     return 0 if x is None else 2 * len(dy if dy_index is None else dy_index) * dy.shape[-1] * x.shape[-1]
+
+
+grouped_wgrad.kernel.flops = grouped_wgrad_into.kernel.flops = _grouped_wgrad_flops  # x is None where only db is asked for
 
 
 @grouped_wgrad_into.fake

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from funcops.engine.backend import kernel, wide
 from funcops.engine.errors import fail
-from funcops.library.kernels.flops import flops
 from funcops.library.kernels.grouped import biased, by_groups, by_masks, wgrad_by_masks
 from funcops.library.kernels.quantize import decode_tiles
 
@@ -58,9 +57,11 @@ def _grouped_scaled_mm_fake(a: Tensor, w: Tensor, index: Optional[Tensor], out: 
     return a.new_empty((a.shape[0] if index is None else index.shape[0], w.shape[1]), dtype=out)
 
 
-@flops(grouped_scaled_mm)
 def _grouped_scaled_mm_flops(a: Tensor, w: Tensor, index: Optional[Tensor], width: int) -> int:
     return 2 * len(a if index is None else index) * w.shape[1] * width
+
+
+grouped_scaled_mm.kernel.flops = _grouped_scaled_mm_flops
 
 
 @kernel(opaque=True)
@@ -103,6 +104,8 @@ def _grouped_scaled_wgrad_fake(dy: Tensor, x: Tensor, ends: Tensor, out: torch.d
     return dy.new_empty((ends.shape[0], dy.shape[0], x.shape[0]), dtype=out)
 
 
-@flops(grouped_scaled_wgrad)
 def _grouped_scaled_wgrad_flops(dy: Tensor, x: Tensor, width: int) -> int:
     return 2 * width * len(dy) * len(x)
+
+
+grouped_scaled_wgrad.kernel.flops = _grouped_scaled_wgrad_flops

@@ -21,7 +21,6 @@ from torch import Tensor
 from funcops.engine.backend import kernel
 from funcops.library.kernels.attention import by_elements, heads_first
 from funcops.library.kernels.block_attention import with_sink
-from funcops.library.kernels.flops import flops
 from funcops.library.kernels.scored_attention import Score, alibi_slopes, nothing_to_see, scored_attention_fwd
 
 
@@ -62,10 +61,12 @@ def _fake(q: Tensor, width: int) -> Tensor:
     return q.new_empty((*q.shape[:3], width))
 
 
-@flops(slot_attention_fwd)
 def _flops(q: Tensor, k: Tensor, width: int) -> int:
     """Scores and their products with values, of all slots."""
     return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + width)
+
+
+slot_attention_fwd.kernel.flops = _flops
 
 
 def _filled(ends: Tensor, slots: int) -> tuple[int, int]:
