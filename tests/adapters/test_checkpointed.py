@@ -120,6 +120,7 @@ def test_a_trace_leaves_nothing_to_the_next_compiler(way):
     assert get_current_meta() == before
 
 
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # which newer torch says of selective ones
 @pytest.mark.parametrize("order", [("wrap",), ("wrap", "from_torch"), ("from_torch", "wrap")], ids="-".join)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_kept_is_reported(way, order):

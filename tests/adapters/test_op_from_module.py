@@ -415,6 +415,7 @@ def test_a_value_of_no_input_is_a_constant():
     assert torch.equal(op.fwd(params, draw(4, seed=2), CFG)[0], draw(4, seed=2)), "set by the first call alone"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # newer torch calls torch.jit deprecated
 def test_wrong_arguments():
     module, x = made("mlp")
     with pytest.raises(TypeError, match="op_from_module: module must be"):

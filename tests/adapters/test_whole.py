@@ -413,7 +413,7 @@ def transformed(model, x):
     return sum((model.get_parameter(name) * g).sum() for name, g in grads.items())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning", "ignore:Converting a tensor:torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("way", [compiled, compiled_in_place, exported, jitted, checkpointed, functional, transformed])
 def test_what_calls_or_traces_it(way):
     plain, ours = made(Stack)
