@@ -3,10 +3,10 @@
 import csv
 import dataclasses
 import itertools
-import re
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import time
