@@ -89,7 +89,7 @@ def test_the_librarys_attention_is_measured_beside_torchs_own_choice(monkeypatch
         providers = ("funcops", "torch", "flash", "cudnn", "funcops_cudnn")
         rows = {row.provider: row for row in measured(call, torch.float32, providers)}
         assert call.name in ("attention_fwd", "attention_bwd") and set(rows) == set(providers) <= set(kernels.PROVIDERS)
-        # or, of a torch for CUDA, that there is no driver
+        # a torch for CUDA asks for its driver first
         assert re.match("failed: (BenchError: torch's chooser does not take cuDNN|AcceleratorError)", rows["funcops_cudnn"].note)
         with monkeypatch.context() as patch:
             patch.setattr(cudnn_attention, "cudnn_serves", serves := Mock(return_value=True))

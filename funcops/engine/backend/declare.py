@@ -241,7 +241,8 @@ def kernel(
 ) -> Callable[[Implementation], Any]:
     """Declare a kernel. `mutates` names the arguments that it writes to. `library`: torch's own kernels are the implementation on
     every device. `product`: it is a bare matrix product, which `gemm` may leave to cuBLAS. `opaque`: the body reads values on the
-    host, so a tracer sees one operator with the results of `.fake`, which must be given. `rows`: whether the bits of a row on the
+    host, so a tracer sees one operator with the results of `.fake`, which must be given; `fit` counts the products of such a body
+    by `call.kernel.flops`, a function of the arguments that it names. `rows`: whether the bits of a row on the
     CPU depend on which other rows come with it: "each" if they never do (of sums over rows, such as a weight gradient, nothing is
     said), "pinned" if they do not by the body that `funcops.library.kernels.pins` has for it, else "mixed". The result is called
     positionally, and has the decorators `.triton`, `.fake` and `.plain`.

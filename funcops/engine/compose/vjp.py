@@ -94,13 +94,8 @@ def check_losses(where: str, losses: Any, outputs: Iterable[str] | None = None) 
 
 def sum_gradient(where: str, name: str, output: Any, each: float = 1.0) -> Tensor:
     """The gradient of an output whose sum, times `each`, is added to a loss."""
-    require(
-        isinstance(output, Tensor) and output.is_floating_point(),
-        where,
-        "losses",
-        "names of float outputs",
-        f"{name!r}, {describe(output)}",
-    )
+    if not isinstance(output, Tensor) or not output.is_floating_point():  # in every step: no text is made for a right one
+        fail(where, "losses", "names of float outputs", f"{name!r}, {describe(output)}")
     return torch.full_like(output, each)
 
 
